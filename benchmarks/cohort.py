@@ -33,8 +33,6 @@ STAGES = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.TRAINING, Stage.D
 PER_PLACE, RATE, EXAMPLES = 2, 1e-3, 1024
 STEPS = {"mlp": 16, "cnn": 4}
 """Minibatches until the next decision."""
-TENSOR_STEPS = {"mlp": 4, "cnn": 1}
-"""The same for tensors, which are slower."""
 MLP, CNN = MlpHost((16, 32, 32, 26)), CnnHost((1, 28, 28), (4, 8), 10)
 
 
@@ -57,7 +55,7 @@ class Case:
 class Cohorts:
     """The hosts of a case, as a cohort and one by one."""
 
-    def __init__(self, case: Case, engine: str = "auto", *, plain: bool) -> None:
+    def __init__(self, case: Case, *, plain: bool) -> None:
         self.case, chance = case, Generator().manual_seed(0)
         host = case.host
         self.cohort = Cohort(
@@ -66,7 +64,6 @@ class Cohorts:
             slots_per_place=PER_PLACE,
             capacity=64 * host.parameters,
             batch=case.batch,
-            engine=engine,
         )
         self.hosts: list[PlainNetwork] = []
         shape = (case.envs, self.cohort.slots)
@@ -150,13 +147,9 @@ def compare() -> Report:
     report = Report(
         "One minibatch of 64 rows for every host, up to 4 seeds each",
         (
-            "host", "envs", "seeds", "training", "µs per env", "tensors µs",
-            "one by one µs", "ratio", "tensors' ratio",
+            "host", "envs", "seeds", "training", "µs per env", "one by one µs", "ratio",
         ),
-        notes=[
-            "Included: forward, backward, shadow pass, AdamW; in ours also the rows.",
-            "Tensors: the same cohort in torch operations, network by network.",
-        ],
+        notes=["Forward, backward, shadow pass, AdamW; in ours also gathering rows."],
     )  # fmt: skip
     mlps = [(MlpHost((16, w, w, 26)), envs) for w in (12, 64) for envs in (4, 16, 64)]
     cases = [mixed(host, envs) for host, envs in [*mlps, (CNN, 4), (CNN, 16)]]
@@ -164,14 +157,9 @@ def compare() -> Report:
     sides = []
     for case in cases:
         ours = Cohorts(case, plain=True)
-        fewer = replace(case, steps=TENSOR_STEPS[case.host.kind])
-        tensors = Cohorts(fewer, "tensors", plain=False)
-        sides.append(
-            {"ours": ours.train, "tensors": tensors.train, "plain": ours.one_by_one}
-        )
+        sides.append({"ours": ours.train, "plain": ours.one_by_one})
     for case, least in zip(cases, measured(sides, 4, 0.5), strict=True):
         ours = least["ours"] / case.steps / case.envs
-        tensors = least["tensors"] / TENSOR_STEPS[case.host.kind] / case.envs
         plain = least["plain"] / case.envs
         stages = [s for env in range(case.envs) for _, s in case.of(env).values()]
         report.add(
@@ -179,9 +167,8 @@ def compare() -> Report:
             case.envs,
             len(stages),
             stages.count(Stage.TRAINING),
-            *map(micro, (ours, tensors, plain)),
+            *map(micro, (ours, plain)),
             plain / ours,
-            plain / tensors,
         )
     return report
 

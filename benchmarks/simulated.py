@@ -15,7 +15,7 @@ from esper.contracts.actions import HEAD_NAMES, RELEVANT
 from esper.contracts.world import Observation
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.testing.simulated import HORIZON, SimulatedWorld
-from esper.testing.slot_life import LIVES, SPEC
+from esper.testing.slot_tables import LIVES, SPEC
 from tests.references.simulated import PlainHost, plain_instances
 
 ENVS = (16, 128, 1024, 4096)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import esper
 from esper.tasks.data import Data, split
-from esper.tasks.letter import letter
+from esper.tasks.datasets import letter
 
 BATCH = 128
 

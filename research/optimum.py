@@ -26,7 +26,7 @@ from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.kernels import kernel
 from esper.testing.simulated import HORIZON, Instances, exchanged
-from esper.testing.slot_life import (
+from esper.testing.slot_tables import (
     ACTS,
     LIFE,
     LIVES,

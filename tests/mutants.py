@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "the learning rate falls towards an end that nobody knows",
         "environment/clock.py",
-        "return (1 + moment / LEVEL) ** -FALL",
+        "return (1 + time / LEVEL) ** -FALL",
         "pass",
         f"{GROWING}::test_nothing_that_is_seen_depends_on_an_unknown_end",
     ),
@@ -245,7 +245,7 @@ MUTANTS = (
         "environment/episode_data.py",
         "env // self._settings.group_size, episode",
         "env, episode",
-        f"{GROWING}::test_environments_of_a_group_have_the_same_luck",
+        f"{GROWING}::test_environments_of_a_group_share_random_numbers",
     ),
     Mutant(
         "a panic pays",
@@ -362,8 +362,8 @@ MUTANTS = (
     Mutant(
         "looks at few rows are charged like those at stops",
         "environment/growing.py",
-        "looks = self.looked_rows.double()",
-        "looks = self._scored_rows + 0 * self.looked_rows.double()",
+        "evaluated = self.looked_rows.double()",
+        "evaluated = self._scored_rows + 0 * self.looked_rows.double()",
         "tests/environment/test_growing.py",
     ),
     Mutant(

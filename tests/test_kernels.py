@@ -82,7 +82,6 @@ def test_hosts_are_refused_where_numba_does_not_compile(monkeypatch):
     assert kernel(written())(np.ones(3), 3) == 3
     with pytest.raises(InvalidInputError, match="NUMBA_DISABLE_JIT is set"):
         Cohort(1, MlpHost((2, 3, 2)))
-    Cohort(1, MlpHost((2, 3, 2)), engine="tensors")
 
 
 def bits(function):

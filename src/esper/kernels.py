@@ -65,7 +65,7 @@ def require_compiler() -> None:
     if getattr(numba.config, "DISABLE_JIT", 0):
         raise InvalidInputError(
             "NUMBA_DISABLE_JIT is set, but hosts are trained by compiled loops. Unset "
-            "it, or use engine 'tensors'."
+            "it."
         )
 
 

@@ -17,7 +17,7 @@ from esper.contracts.stages import (
 )
 from esper.growth import lifecycle
 from esper.growth.lifecycle import SeedStates
-from esper.testing import slot_life
+from esper.testing import slot_tables
 
 MIN_AGE = 2
 
@@ -90,9 +90,9 @@ def test_seeds_tend_themselves_up_to_holding_and_leave_when_cooled_down():
 
 
 def test_the_simulated_world_does_what_the_table_says():
-    min_age = slot_life.SPEC.slots.min_age
-    for life, act in product(slot_life.LIVES, slot_life.ACTS):
-        after = slot_life.acted(life, act)
+    min_age = slot_tables.SPEC.slots.min_age
+    for life, act in product(slot_tables.LIVES, slot_tables.ACTS):
+        after = slot_tables.acted(life, act)
         rule = TRANSITIONS.get((act.op, life.stage))
         legal = is_legal(
             act.op, life.stage, old_enough=life.age >= min_age, settled=life.settled
@@ -102,6 +102,6 @@ def test_the_simulated_world_does_what_the_table_says():
             continue
         assert rule is not None
         assert after.stage is rule.next
-    for life in slot_life.LIVES:
-        now, after = life.stage, slot_life.passed(life).stage
+    for life in slot_tables.LIVES:
+        now, after = life.stage, slot_tables.passed(life).stage
         assert after in (now, SETTLES_TO.get(now, now))

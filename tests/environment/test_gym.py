@@ -116,8 +116,8 @@ def test_equal_seeds_give_equal_trajectories_in_any_number_of_environments():
     first, second = ([*play(env, seed, 2 * HORIZON)] for seed in (3, 4))
     pairs = [*zip(first, second, strict=True)]
     assert not all(np.array_equal(one[0], two[0]) for one, two in pairs)
-    beside = zip(play(env, 3, 2 * HORIZON), play(other, 4, 2 * HORIZON), strict=True)
-    assert_same([*beside], pairs)
+    paired = zip(play(env, 3, 2 * HORIZON), play(other, 4, 2 * HORIZON), strict=True)
+    assert_same([*paired], pairs)
 
 
 @pytest.mark.usefixtures("unchecked")  # beartype draws from `random`
@@ -224,7 +224,7 @@ def test_what_is_no_action_is_refused_and_changes_nothing(make, action):
             early()
     env.reset(seed=1)
     untouched.reset(seed=1)
-    with pytest.raises(InvalidInputError, match=r"a whole number in 0\.\.12, got"):
+    with pytest.raises(InvalidInputError, match=r"integers in 0\.\.12, got"):
         env.step(action if single else [action])
     assert_same(*(one.step(1 if single else [1]) for one in (env, untouched)))
 
@@ -233,7 +233,9 @@ def test_a_step_after_the_last_one_is_refused():
     env = GrowEnv(task=TINY)
     assert len([*play(env, 0, HORIZON - 1)]) == HORIZON
     env.step(0)
-    with pytest.raises(InvalidStateError, match="after the last one; call reset"):
+    with pytest.raises(
+        InvalidStateError, match="after the end of the episode; call reset"
+    ):
         env.step(0)
 
 
@@ -415,7 +417,7 @@ def test_rows_stay_in_bounds_whatever_is_seen():
     torch.testing.assert_close(loss, torch.tensor([0.0, 1, -1, 1, -1]))
 
 
-def test_what_is_not_known_reads_zero_beside_its_flag():
+def test_what_is_not_known_reads_zero_and_has_a_flag():
     blank, names = blank_observation(1), feature_names(PROBE_SPEC)
     promise = torch.full_like(blank.offers.promise, 0.1)
     gain = torch.full_like(blank.slots.contribution, -0.1)

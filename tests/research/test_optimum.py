@@ -16,7 +16,7 @@ from esper.testing.simulated import (
     draw_instances,
     exchanged,
 )
-from esper.testing.slot_life import LIFE, LIVES, SPEC, SlotLife
+from esper.testing.slot_tables import LIFE, LIVES, SPEC, SlotLife
 from research.optimum import (
     FOLLOWING,
     LOOKS,

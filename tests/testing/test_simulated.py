@@ -20,7 +20,7 @@ from esper.testing.simulated import (
     draw_instances,
     exchanged,
 )
-from esper.testing.slot_life import LIFE, LIVES, SPEC, mature
+from esper.testing.slot_tables import LIFE, LIVES, SPEC, mature
 from tests.references.simulated import EVERY_ACTION, PlainHost, plain_instances
 
 ACTIONS = torch.tensor(EVERY_ACTION)

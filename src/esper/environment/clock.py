@@ -1,19 +1,13 @@
-r"""When decisions come, and at which moments an episode is scored.
+r"""Times of decisions and of scoring.
 
-Time is compute: its unit is one training minibatch of the task's starting host. With
-the clock `compute`, decision k comes at
+The unit of time is one training minibatch of the initial host. With the clock
+`compute`, decision 0 is at time 0 and decision k at first * ratio^(k - 1); a network
+with twice the multiply-adds trains half as many batches between decisions. With the
+clock `batches`, every batch takes one unit and decisions are equally spaced.
 
-    0 for k = 0,    first * ratio^(k - 1) after it,
-
-so decisions are dense at the beginning and evenly spaced on a log scale; a network of
-twice the multiply-adds takes half as many batches between two of them. With the clock
-`batches` a batch takes one unit whatever the network, and decisions are equally far
-apart.
-
-An episode is scored at its *stops*. Where the end is known there is one, at the end,
-and the learning rate rises and falls towards it. Where it is not, stops lie a factor of
-two apart, as many as `STOPS`, the learning rate falls with the compute so far, and
-nothing depends on the end.
+An episode is scored at its *stops*. `end` has one stop, at the end, and a learning rate
+schedule towards it. `anytime` has `STOPS` stops, a factor of two apart; the learning
+rate falls with compute and nothing depends on the end.
 """
 
 from dataclasses import dataclass
@@ -31,41 +25,36 @@ CLOCKS: Final = get_args(ClockKind)
 Stop = Literal["end", "anytime"]
 ENDS: Final = get_args(Stop)
 STOPS: Final = 7
-"""Stops of an episode whose end is not known: at C, C/2, ... C/64."""
+"""Number of stops of `anytime`: at C, C/2, ... C/64."""
 BACKWARD: Final = 2
 """Multiply-adds of a backward pass, as a multiple of the forward pass."""
 WARMUP: Final = 0.1
-"""Share of an episode over which the learning rate rises, if its end is known."""
+"""Fraction of an episode with a rising learning rate (`end`)."""
 FLOOR: Final = 0.02
-"""Share of the learning rate that is left at a known end."""
+"""Final fraction of the learning rate (`end`)."""
 FALL: Final = 0.3
-"""Power of compute with which the learning rate falls where the end is not known ..."""
+"""Exponent of the decay of the learning rate (`anytime`)."""
 LEVEL: Final = 16.0
-"""... after about so many batches of the starting host."""
-SLACK: Final = 1e-9
-"""Share of a batch by which an interval may fall short of it."""
+"""Compute after which that decay sets in, in batches of the initial host."""
+TIME_TOLERANCE: Final = 1e-9
+"""Relative tolerance of times, against rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The moments of an episode.
-
-    Args:
-        kind: `compute` or `batches`.
-        horizon: Decisions of an episode.
-        first: Time of the second decision.
-        ratio: Time of each decision after it against the one before (`compute`).
-        stop: `end` or `anytime`.
-    """
+    """Times of decisions and stops of an episode."""
 
     kind: ClockKind
     horizon: int
+    """Number of decisions."""
     first: float
+    """Time of the second decision."""
     ratio: float = 2 ** (1 / 3)
+    """Ratio of the times of consecutive later decisions (`compute`)."""
     stop: Stop = "end"
 
     def __post_init__(self) -> None:
-        """Refuse moments at which nothing can happen."""
+        """Check the kind, the first interval and the ratio."""
         for name, value, known in (
             ("clock", self.kind, CLOCKS),
             ("stop", self.stop, ENDS),
@@ -76,17 +65,14 @@ class Clock:
                 )
         if not (isfinite(self.first) and self.first >= 1):
             raise InvalidInputError(
-                f"the first interval must be at least one batch of the starting host, "
-                f"got {self.first}; give first = 1 or more."
+                f"first must be at least one batch of the initial host, got "
+                f"{self.first}."
             )
         if self.kind == "compute" and not (isfinite(self.ratio) and self.ratio > 1):
-            raise InvalidInputError(
-                f"ratio must be more than 1, so that moments follow each other, got "
-                f"{self.ratio}."
-            )
+            raise InvalidInputError(f"ratio must be more than 1, got {self.ratio}.")
 
     def times(self) -> Float[Tensor, " decision"]:
-        """The moments of all decisions and of the end, in float64."""
+        """Return the times of all decisions and of the end, in float64."""
         count = torch.arange(self.horizon, dtype=torch.float64)
         if self.kind == "batches":
             after = self.first * (count + 1)
@@ -95,18 +81,20 @@ class Clock:
         return torch.cat((torch.zeros(1, dtype=torch.float64), after))
 
     def decisions_within(self, compute: float) -> int:
-        """The horizon of an episode of so much compute (`compute`); at least 1."""
-        return 1 + int(log(max(compute / self.first, 1)) / log(self.ratio) + SLACK)
+        """Return the number of decisions within this compute, at least 1."""
+        return 1 + int(
+            log(max(compute / self.first, 1)) / log(self.ratio) + TIME_TOLERANCE
+        )
 
     def weights(self) -> Float[Tensor, " decision"]:
-        """What the state at each moment weighs in the score; they sum to 1."""
+        """Return the weight of each decision in the score; weights sum to 1."""
         return stop_weights(self.times(), self.stop)
 
-    def rate(self, moment: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
-        """Share of the learning rate that is due at a moment."""
+    def rate(self, time: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
+        """Return the learning rate at these times, as a fraction of its maximum."""
         if self.stop == "anytime":
-            return (1 + moment / LEVEL) ** -FALL
-        share = moment / self.times()[-1]
+            return (1 + time / LEVEL) ** -FALL
+        share = time / self.times()[-1]
         rise = (share / WARMUP).clamp(max=1.0)
         passed = ((share - WARMUP) / (1 - WARMUP)).clamp(0, 1)
         fall = (1 + torch.cos(torch.pi * passed)) / 2
@@ -116,13 +104,13 @@ class Clock:
 def stop_weights(
     times: Float[Tensor, " decision"], stop: str
 ) -> Float[Tensor, " decision"]:
-    """What the state at each moment weighs in the score of an episode that has them."""
+    """Return the weight of each time in the score of an episode."""
     weights = torch.zeros_like(times)
     if stop == "end":
         weights[-1] = 1.0
         return weights
     wanted = times[-1] * 0.5 ** torch.arange(STOPS, dtype=torch.float64)
-    # The first moment that is not before the stop, whatever powers round to.
-    nearest = torch.searchsorted(times, wanted * (1 - SLACK))
-    at = nearest[wanted >= times[1] * (1 - SLACK)]
+    # The first decision at or after each stop, up to rounding.
+    nearest = torch.searchsorted(times, wanted * (1 - TIME_TOLERANCE))
+    at = nearest[wanted >= times[1] * (1 - TIME_TOLERANCE)]
     return weights.index_put_((at,), torch.ones(()).double() / len(at), True)

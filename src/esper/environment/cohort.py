@@ -1,14 +1,12 @@
 """N hosts of one task that train and grow together.
 
-All weights of an environment are a prefix of its row, and so are the optimiser's
-moments; `NetworkLayout` says what lies where. On the CPU `engine` trains one
-environment after the other, each in cache and as if alone; elsewhere, or if asked,
-`torch_engine` does the same in torch operations. The result is what N separate
-trainings give, and an environment's numbers do not depend on its neighbours.
+Each environment stores its weights as a prefix of its row, and the optimizer moments
+likewise; `NetworkLayout` defines the positions. The compiled `engine` trains one
+environment after the other on the CPU. The result equals N separate trainings and does
+not depend on the other environments.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import Stateful
-from esper.environment import engine, torch_engine
+from esper.environment import engine
 from esper.environment.network_layout import (
     BLOCK,
     LAYER,
@@ -28,44 +26,37 @@ from esper.environment.network_layout import (
 from esper.kernels import require_compiler
 from esper.tasks.hosts import Host
 
-ENGINES: Final = ("auto", "kernels", "tensors")
-"""What can train a cohort."""
-
 
 @dataclass(frozen=True, slots=True)
 class SeedSchedule:
-    """How every seed takes part in each of the coming minibatches."""
+    """Alpha and training flag of every seed for each of the next minibatches."""
 
     alpha: Float[Tensor, "env step slot"]
-    """Its weight in the host's own pass; 0 for a seed in training."""
+    """Weight in the host's own pass; 0 for a seed in training."""
     training: Bool[Tensor, "env step slot"]
-    """Whether it trains in the shadow pass, where its weight is 1."""
+    """Whether the seed trains in the shadow pass, with weight 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Mean losses over some minibatches."""
+    """Mean losses over the minibatches."""
 
     losses: Float[Tensor, " env"]
     shadow_losses: Float[Tensor, " env"]
-    """Of the shadow passes; 0 where there was none."""
+    """Losses of the shadow passes; 0 if there was none."""
 
 
 class Cohort(Stateful):
-    """Hosts of one kind with slots for new units.
+    """Hosts of one shape with slots for new units.
 
     Args:
-        envs: How many hosts.
-        host: What they are.
-        slots_per_place: Seeds that each pair of layers can hold; slot s stands at
-            place s % places.
-        capacity: Parameters that a network can have, seeds included.
+        envs: Number of hosts.
+        host: Their shape.
+        slots_per_place: Seeds per pair of layers; slot s is at place s % places.
+        capacity: Maximum number of parameters of a network, seeds included.
         batch: Rows of a minibatch.
         decay: Weight decay.
-        device: Where everything lives.
-        dtype: Of the weights.
-        engine: `kernels` on the CPU, `tensors` anywhere; `auto` takes kernels where
-            they can run.
+        dtype: Dtype of the weights.
     """
 
     STATE = ("values", "mean", "square", "clocks", "units", "born")
@@ -80,37 +71,24 @@ class Cohort(Stateful):
         capacity: int | None = None,
         batch: int = 64,
         decay: float = 1e-2,
-        device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        engine: str = "auto",
     ) -> None:
-        if engine not in ENGINES:
-            raise InvalidInputError(
-                f"engine must be one of {', '.join(ENGINES)}; got {engine!r}."
-            )
-        on_cpu = torch.device(device).type == "cpu"
-        if engine == "kernels" and not on_cpu:
-            raise InvalidInputError(
-                f"engine 'kernels' runs on the CPU, the device is {device}."
-            )
-        self.kernels = engine == "kernels" or (engine == "auto" and on_cpu)
-        if self.kernels:
-            require_compiler()
+        require_compiler()
         self.envs, self.host, self.batch, self.decay = envs, host, batch, decay
         self.shapes = host.layers
         self.places = len(self.shapes) - 1
         self.slots = self.places * slots_per_place
         self.capacity = max(capacity or 0, host.parameters)
-        self.values = torch.zeros(envs, self.capacity, device=device, dtype=dtype)
+        self.values = torch.zeros(envs, self.capacity, dtype=dtype)
         self.mean, self.square = (torch.zeros_like(self.values) for _ in range(2))
         self.units = np.zeros((envs, self.slots), np.int64)
-        """New units of every seed; 0 where there is none."""
+        """Number of units of every seed; 0 if the slot is free."""
         self.born = np.zeros((envs, self.slots), np.int64)
-        """Which of the environment's seeds it is, counted from 1."""
+        """Birth order of every seed in its environment, from 1."""
         pairs = slots_per_place**2 * max(self.places - 1, 0)
         most = 2 * len(self.shapes) + 3 * self.slots + pairs
-        self.clocks = torch.zeros((envs, most), dtype=torch.int64, device=device)
-        """Optimiser steps of every block."""
+        self.clocks = torch.zeros((envs, most), dtype=torch.int64)
+        """Optimizer steps of every block."""
         self.layouts = [NetworkLayout(self.shapes)] * envs
         self._layers = np.zeros((envs, len(self.shapes)), LAYER)
         self._blocks = np.zeros((envs, most), BLOCK)
@@ -119,7 +97,7 @@ class Cohort(Stateful):
         self.loaded()
 
     def loaded(self) -> None:
-        """Layouts follow from the seeds."""
+        """Compute the layouts, which follow from the seeds."""
         for env in range(self.envs):
             order = np.argsort(self.born[env], kind="stable")
             alive = [slot for slot in order.tolist() if self.units[env, slot]]
@@ -132,7 +110,7 @@ class Cohort(Stateful):
     # Hosts and seeds.
 
     def set_host(self, env: int, network: nn.Module) -> None:
-        """Give an environment a new host, without seeds."""
+        """Replace the host of an environment and remove its seeds."""
         vector = nn.utils.parameters_to_vector(network.parameters()).detach()
         for rows in (self.values, self.mean, self.square, self.clocks):
             rows[env] = 0
@@ -147,25 +125,19 @@ class Cohort(Stateful):
         weight: Float[Tensor, "unit input tap"],
         bias: Float[Tensor, " unit"],
     ) -> None:
-        """Put a newborn seed into a slot; nothing reads its units yet.
+        """Plant a seed in a free slot; its outgoing weights are zero.
 
         Args:
-            env: Where.
-            slot: Which of its slots; it must be free.
-            weight: What the new units make of all units of the axis before, seeds
-                included; see `inputs`.
-            bias: Their biases.
+            env: Index of the environment.
+            slot: Index of the slot.
+            weight: Incoming weights of the new units from all units of the layer
+                before, seeds included; see `inputs`.
+            bias: Biases of the new units.
         """
-        place, layout = slot % self.places, self.layouts[env]
-        shape = (len(bias), *self.inputs(env, place))
-        if self.units[env, slot] or tuple(weight.shape) != shape:
-            raise InvalidInputError(
-                f"slot {slot} of environment {env} takes weights of shape {[*shape]} "
-                f"if it is free, got {[*weight.shape]}."
-            )
-        seeds = (*layout.seeds, Widening(slot, place, len(bias)))
+        place = slot % self.places
+        seeds = (*self.layouts[env].seeds, Widening(slot, place, len(bias)))
         grown = NetworkLayout(self.shapes, seeds)
-        if grown.parameters > self.capacity:
+        if grown.parameters > self.capacity:  # compiled loops do not check
             raise InvalidInputError(
                 f"{len(bias)} units at place {place} make {grown.parameters:,} "
                 f"parameters, more than the cohort's capacity of {self.capacity:,}."
@@ -183,41 +155,38 @@ class Cohort(Stateful):
                 self.values[env, at : at + length] = part.reshape(-1)
 
     def remove(self, env: int, slot: int) -> None:
-        """Leave nothing of a slot's seed."""
+        """Remove the seed of a slot."""
         seeds = [seed for seed in self.layouts[env].seeds if seed.slot != slot]
         self.units[env, slot] = self.born[env, slot] = 0
         self._move(env, NetworkLayout(self.shapes, seeds))
 
     def inputs(self, env: int, place: int) -> tuple[int, int]:
-        """Inputs and taps of a new unit at a place."""
+        """Return the inputs and kernel taps of a new unit at a place."""
         own = self.layouts[env].layers[place]
         return int(own["inputs"]), int(own["taps"])
 
     def layer(self, env: int, index: int) -> tuple[Tensor, Tensor]:
-        """Weights `[out, in, tap]` and biases of a whole layer, seeds included."""
+        """Return weights `[out, in, tap]` and biases of a layer, seeds included."""
         row = self.values[env]
-        weight, bias = (
-            row[torch.from_numpy(at).to(row.device)]
-            for at in self.layouts[env].indices(index)
-        )
-        return weight, bias
+        weight, bias = self.layouts[env].indices(index)
+        return row[torch.from_numpy(weight)], row[torch.from_numpy(bias)]
 
     def parameters(self) -> Int64[Tensor, " env"]:
-        """Parameters of every network, living seeds included."""
+        """Return the parameters of every network, seeds included."""
         return torch.tensor([layout.parameters for layout in self.layouts])
 
     def macs(self) -> Int64[Tensor, " env"]:
-        """Multiply-adds per row of every network, living seeds included."""
+        """Return the multiply-adds per row of every network, seeds included."""
         return torch.tensor([layout.macs for layout in self.layouts])
 
     def widths(self) -> Int64[Tensor, "env place"]:
-        """Units of every place, living seeds included."""
+        """Return the units of every place, seeds included."""
         return torch.tensor([layout.widths[:-1] for layout in self.layouts])
 
     def unit_costs(
         self,
     ) -> tuple[Int64[Tensor, "env place"], Int64[Tensor, "env place"]]:
-        """Parameters and multiply-adds per row that one new unit adds at each place."""
+        """Return parameters and multiply-adds per row of one new unit at each place."""
         own, after = self._layers[:, :-1], self._layers[:, 1:]
         into, out = own["inputs"] * own["taps"], after["each"] * after["taps"]
         out = out * after["outputs"]
@@ -226,32 +195,31 @@ class Cohort(Stateful):
         return torch.from_numpy(into + 1 + out), torch.from_numpy(macs)
 
     def seed_parameters(self) -> Int64[Tensor, "env slot"]:
-        """Parameters of every seed; a block between two is the younger one's."""
+        """Return the parameters of every seed; a shared block is the younger one's."""
         found = np.zeros((self.envs, 1 + self.slots), np.int64)
         for env, layout in enumerate(self.layouts):
             np.add.at(found[env], layout.blocks["owner"], layout.blocks["length"])
         return torch.from_numpy(found[:, 1:])
 
     def _move(self, env: int, layout: NetworkLayout) -> None:
-        """Bring what both layouts have to where it lies in the new one."""
+        """Copy the blocks that both layouts share to their new positions."""
         old = self.layouts[env]
         kept, there = old.shared_with(layout), layout.shared_with(old)
-        device = self.values.device
         source, target = (
-            torch.from_numpy(own.parameters_of(mask)).to(device)
+            torch.from_numpy(own.parameters_of(mask))
             for own, mask in ((old, kept), (layout, there))
         )
         for rows in (self.values, self.mean, self.square):
             held = rows[env, source]
             rows[env] = 0
             rows[env, target] = held
-        held = self.clocks[env, torch.from_numpy(np.flatnonzero(kept)).to(device)]
+        held = self.clocks[env, torch.from_numpy(np.flatnonzero(kept))]
         self.clocks[env] = 0
-        self.clocks[env, torch.from_numpy(np.flatnonzero(there)).to(device)] = held
+        self.clocks[env, torch.from_numpy(np.flatnonzero(there))] = held
         self._show(env, layout)
 
     def _show(self, env: int, layout: NetworkLayout) -> None:
-        """Let the kernels see a network's layout."""
+        """Store a layout and its arrays for the engine."""
         self.layouts[env] = layout
         self._layers[env] = layout.layers
         self._counts[env] = len(layout.blocks)
@@ -271,12 +239,12 @@ class Cohort(Stateful):
         """Train every host on its minibatches.
 
         Args:
-            features: Rows to train on, of each environment or of all.
-            labels: Their classes, or their targets if the host has one output.
-            picked: Which rows make each minibatch.
-            seeds: How the seeds take part.
+            features: Training rows per environment, or one set for all.
+            labels: Classes, or targets if the host has one output.
+            picked: Row indices of each minibatch.
+            seeds: Alpha and training flag of the seeds.
             rates: Learning rate of every minibatch.
-            steps: Minibatches of each environment; all of them if None.
+            steps: Minibatches of each environment; None: all.
         """
         self._check_rows(features, labels)
         most = picked.shape[1] if picked.dim() == 3 else 0
@@ -288,10 +256,6 @@ class Cohort(Stateful):
             steps = torch.full((self.envs,), most)
         _check("steps", steps, (self.envs,), torch.int64)
         _check_indices("steps", steps, most + 1)
-        if not self.kernels:
-            return torch_engine.train(
-                self, features, labels, picked, steps, seeds, rates
-            )
         _check_indices("picked", picked, features.shape[1])
         kind = self.values.dtype
         buffer, bits = self._buffers()
@@ -322,28 +286,22 @@ class Cohort(Stateful):
         alpha: Float[Tensor, "env slot"],
         wanted: Int64[Tensor, " env"] | None = None,
     ) -> Float32[Tensor, " env"]:
-        """Share of the rows that every host classifies correctly.
-
-        With one output, the share of the targets' variance that it explains,
-        1 - (mean squared error) / variance over these rows, at least 0.
+        """Return the accuracy of every host, or R^2 (at least 0) with one output.
 
         Args:
-            features: Rows to be scored on, of each environment or of all.
-            labels: Their classes or targets.
+            features: Rows per environment, or one set for all.
+            labels: Classes or targets.
             alpha: Alpha of every seed.
-            wanted: How many of the rows, the first, are used for each environment;
-                all of them if None. Where it is 0, so is the score.
+            wanted: Number of leading rows to use per environment; None: all. The score
+                of 0 rows is 0.
         """
         self._check_rows(features, labels)
         _check("alpha", alpha, (self.envs, self.slots))
         if wanted is None:
-            wanted = torch.full((self.envs,), labels.shape[1], device=alpha.device)
+            wanted = torch.full((self.envs,), labels.shape[1])
         _check("wanted", wanted, (self.envs,), torch.int64)
         _check_indices("wanted", wanted, labels.shape[1] + 1)
         alpha = alpha.to(self.values.dtype)
-        if not self.kernels:
-            found = torch_engine.measure(self, features, labels, alpha, wanted)
-            return self._share(found, labels, wanted)
         found = engine.measure(
             features.numpy(),
             labels.to(alpha.dtype).numpy(),
@@ -362,7 +320,7 @@ class Cohort(Stateful):
         labels: Num[Tensor, "_ example"],
         wanted: Int64[Tensor, " env"],
     ) -> Float32[Tensor, " env"]:
-        """Scores in [0, 1] from what an engine has measured."""
+        """Scores in [0, 1] from the results of an engine."""
         mean = found / wanted.clamp(min=1)
         if self.shapes[-1].outputs > 1:
             return mean.float()
@@ -371,12 +329,12 @@ class Cohort(Stateful):
             of_rows = labels[:, :count].double().var(dim=1, correction=0)
             variance = torch.where(wanted == count, of_rows, variance)
         share = 1 - mean / variance.clamp(min=torch.finfo().tiny)
-        # What is not a number explains nothing.
+        # A diverged host has score 0.
         share = share.nan_to_num(nan=0.0).clamp(0, 1).float()
         return torch.where(wanted > 0, share, 0.0)
 
     def _check_rows(self, features: Tensor, labels: Tensor) -> None:
-        """Refuse rows that a kernel would read out of bounds."""
+        """Check rows, as compiled loops do not check bounds."""
         sets, examples = labels.shape if labels.dim() == 2 else (0, 0)
         if sets not in (1, self.envs):
             raise InvalidInputError(
@@ -387,19 +345,18 @@ class Cohort(Stateful):
         if self.shapes[-1].outputs == 1:
             if not labels.is_floating_point():
                 raise InvalidInputError(
-                    f"labels must be targets in floating point, as these hosts have "
-                    f"one output, got {labels.dtype}."
+                    f"labels of hosts with one output must be floating point, got "
+                    f"{labels.dtype}."
                 )
             return
         _check("labels", labels, (sets, examples), torch.int64)
-        if self.kernels:
-            _check_indices("labels", labels, self.shapes[-1].outputs)
+        _check_indices("labels", labels, self.shapes[-1].outputs)
 
     def _buffers(self) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
-        """Memory for the activations of one environment, and the same as integers."""
+        """Buffer for the activations of one environment, also viewed as integers."""
         length = max(layout.activations for layout in self.layouts) * self.batch
         if self._buffer is None or len(self._buffer) < length:
-            # A tensor begins at a cache line, an array need not: a third of the time.
+            # A tensor is aligned to a cache line, which is faster.
             self._buffer = torch.zeros(length, dtype=self.values.dtype).numpy()
         whole = np.int32 if self._buffer.itemsize == 4 else np.int64
         return self._buffer, self._buffer.view(whole)
@@ -408,7 +365,7 @@ class Cohort(Stateful):
 def _check(
     name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
-    """Refuse another shape or dtype; compiled loops read memory unchecked."""
+    """Check shape and dtype, as compiled loops do not check bounds."""
     if value.shape != shape or (dtype is not None and value.dtype is not dtype):
         raise InvalidInputError(
             f"{name} must be {[*shape]} {dtype or 'float'} in this cohort, got "

@@ -1,25 +1,22 @@
-r"""Compiled training of networks that grow, one after the other: the CPU engine.
+r"""Compiled training of growing networks, one environment after the other.
 
     train     hosts and seeds, on all minibatches until the next decision
     measure   correctly classified rows of every host, or its squared errors
 
-All weights of an environment are one vector `w`, its activations and their gradients
-another, `s`, laid out by `NetworkLayout`; rows of a minibatch are the last axis, so
-that every inner loop runs along memory. Weight (o, i, tap) of a block is at
-`offset + (o * ins + i) * taps + tap`; an image that a convolution reads is padded with
-zeros, one pixel wide. Activations of a seed's units are scaled by its alpha; blocks of
-a seed that takes no part are skipped, so that a host does not see it by a bit.
-Environments share no number: each is computed as if alone.
+The vector `w` holds all weights of an environment and `s` its activations and their
+gradients, laid out by `NetworkLayout`. Rows of a minibatch are the last axis, so inner
+loops run along memory. Weight (o, i, tap) of a block is at
+`offset + (o * ins + i) * taps + tap`; images are zero-padded by one pixel. Activations
+of a seed's units are scaled by its alpha; blocks of an inactive seed are skipped.
 
-Sums are split over lanes and products fused with them: the same input gives the same
-bits, wherever it lies. The optimiser is AdamW (Loshchilov & Hutter 2019,
-https://arxiv.org/abs/1711.05101), with a step count for each block:
+Sums are split over lanes and fused with products; equal inputs give equal bits. The
+optimizer is AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), with a
+step count for each block:
 
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
     p <- p - r (w p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
 
-A block that is not stepped does not move by a bit. `Cohort` checks shapes, dtypes and
-indices before it calls in.
+`Cohort` checks shapes, dtypes and indices before it calls these functions.
 """
 
 import math
@@ -32,7 +29,7 @@ from esper.tasks.hosts import CONV
 
 B1, B2, EPS = 0.9, 0.999, 1e-8
 REST1, REST2 = 1 - B1, 1 - B2
-"""Taken before rounding: 1 - 0.999 in float32 is wrong in the fifth digit."""
+"""Computed in float64: 1 - 0.999 in float32 is wrong in the fifth digit."""
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-6
 TAYLOR = tuple(1 / math.factorial(n) for n in range(11, -1, -1))
 
@@ -49,33 +46,31 @@ def train(
     features, labels, picked, steps, rates, v, mean, square, clocks, g, s, bits,
     layers, blocks, counts, alphas, training, decay,
 ):  # fmt: skip
-    """Train every host and its seeds on its minibatches, one after the other.
-
-    Returns the mean losses of the hosts, and those of their shadow passes.
+    """Train every host and its seeds; return mean losses of hosts and shadow passes.
 
     Args:
-        features: Rows to train on, `[env, example, in]`; one set may serve all.
-        labels: Their labels `[env, example]`, as numbers of the dtype of the weights.
-        picked: Which rows make each minibatch, `[env, step, row]`.
-        steps: How many minibatches each environment takes.
+        features: Training rows `[env, example, in]`; one set may serve all.
+        labels: Labels `[env, example]` in the dtype of the weights.
+        picked: Row indices of each minibatch, `[env, step, row]`.
+        steps: Number of minibatches per environment.
         rates: Learning rate of every minibatch, `[env, step]`.
-        v: Weights `[env, parameter]`; `mean` and `square` are what AdamW remembers.
-        mean: See `v`.
-        square: See `v`.
-        clocks: Steps that each block has taken, `[env, block]`.
-        g: Room for the gradients of one environment.
-        s: Room for its activations.
-        bits: `s` as whole numbers.
+        v: Weights `[env, parameter]`.
+        mean: First moments of AdamW; same shape.
+        square: Second moments of AdamW; same shape.
+        clocks: Optimizer steps of each block, `[env, block]`.
+        g: Buffer for the gradients of one environment.
+        s: Buffer for its activations.
+        bits: `s` viewed as integers.
         layers: Layers of every network, `[env, layer]`.
-        blocks: Its blocks, `[env, block]`.
-        counts: How many blocks it has.
+        blocks: Blocks of every network, `[env, block]`.
+        counts: Number of blocks of every network.
         alphas: Alpha of every seed in the host's own pass, `[env, step, slot]`.
-        training: Whether it trains in the shadow pass, where its alpha is 1.
+        training: Whether a seed trains in the shadow pass, with alpha 1.
         decay: Weight decay.
     """
     envs, _, rows = picked.shape
     owners = alphas.shape[2] + 1
-    loss, beside = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
+    loss, shadow = np.zeros(envs, v.dtype), np.zeros(envs, v.dtype)
     y, bottom = np.empty(rows, v.dtype), np.int64(0)
     scale, young = np.ones(owners, v.dtype), np.zeros(owners, np.bool_)
     moved = np.zeros(blocks.shape[1], np.bool_)
@@ -101,7 +96,7 @@ def train(
                     start = min(start, b.layer)
             if start < len(lay):
                 _forward(w, s, rows, lay, block, scale, start)
-                beside[e] += _loss(s, bits, top, rows, y)
+                shadow[e] += _loss(s, bits, top, rows, y)
                 _backward(w, g, s, rows, lay, block, scale, young, moved, start)
                 shadows += 1
             for i in range(len(block)):
@@ -113,17 +108,15 @@ def train(
                         clocks[e, i], decay,
                     )  # fmt: skip
         loss[e] /= max(steps[e], 1)
-        beside[e] /= max(shadows, 1)
-    return loss, beside
+        shadow[e] /= max(shadows, 1)
+    return loss, shadow
 
 
 @entry
 def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas):
-    """Correctly classified examples of every host, among the first that are wanted.
+    """Count the first `wanted` examples that each host classifies correctly.
 
-    With one output, the sum of squared errors. `features [env, example, in]` and
-    `labels [env, example]`, as in `train`; one set may serve all. `wanted [env]` are
-    numbers of examples.
+    With one output, return the sum of squared errors. Arguments are as in `train`.
     """
     found = np.zeros(v.shape[0], np.float64)
     best, guess = np.empty(rows, v.dtype), np.empty(rows, np.int64)
@@ -136,7 +129,7 @@ def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas
         examples = wanted[e]
         _clear_borders(s, lay, rows)
         for begin in range(0, examples, rows):
-            for r in range(rows):  # the last minibatch may be filled up
+            for r in range(rows):  # pad the last minibatch
                 picked[r] = min(begin + r, examples - 1)
             _gather(features[mine], picked, s, lay[0])
             _forward(v[e], s, rows, lay, block, scale, bottom)
@@ -146,7 +139,7 @@ def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas
                     error = np.float64(z[r]) - labels[mine, begin + r]
                     found[e] += error * error
                 continue
-            copy(z[:rows], best, bottom)
+            best[:] = z[:rows]
             guess[:] = 0
             for o in range(1, last.outputs):
                 for r in range(rows):
@@ -160,7 +153,7 @@ def measure(features, labels, wanted, v, s, layers, blocks, counts, rows, alphas
 
 @fused
 def _clear_borders(s, layers, rows):
-    """Zeros where convolutions read their padding; networks lie differently."""
+    """Zero the padding that convolutions read; its place differs by network."""
     for own in layers:
         if own.kind == CONV:
             s[own.x * rows : (own.x + own.inputs * own.padded) * rows] = 0
@@ -169,7 +162,7 @@ def _clear_borders(s, layers, rows):
 
 @fused
 def _gather(features, picked, s, first):
-    """Rows to where the first layer reads them, turned and within its border."""
+    """Copy rows to the inputs of the first layer, transposed and padded."""
     rows, start = len(picked), first.x * len(picked)
     padded = first.kind == CONV
     for c in range(first.inputs):
@@ -185,7 +178,7 @@ def _gather(features, picked, s, first):
 
 @fused
 def _forward(w, s, rows, layers, blocks, scale, start):
-    """Outputs of every layer from `start` on."""
+    """Compute the outputs of every layer from `start` on."""
     for n in range(start, len(layers)):
         own = layers[n]
         spots = own.high * own.wide * rows
@@ -214,9 +207,9 @@ def _forward(w, s, rows, layers, blocks, scale, start):
 
 @fused
 def _backward(w, g, s, rows, layers, blocks, scale, young, moved, start):
-    """Gradients down to layer `start`, of the blocks that learn; these have `moved`.
+    """Compute gradients down to layer `start` and set `moved` of the blocks that learn.
 
-    Every block in use learns; beside a young range, only those at its ends.
+    Every active block learns; in a shadow pass, only blocks of seeds in training.
     """
     shadow = False
     for q in range(len(young)):
@@ -263,7 +256,7 @@ def _backward(w, g, s, rows, layers, blocks, scale, young, moved, start):
 
 @fused
 def _scale(s, at, length, factor):
-    """Multiply a stretch; one that is not scaled keeps its bits."""
+    """Multiply a range; a factor of 1 changes no bit."""
     if factor != 1:
         for i in range(at, at + length):
             s[i] *= factor
@@ -271,7 +264,7 @@ def _scale(s, at, length, factor):
 
 @fused
 def _loss(s, bits, last, rows, y):
-    """Mean cross-entropy, or squared error of one output; gradient to the last `gz`."""
+    """Return the mean cross-entropy or squared error; write its gradient to `gz`."""
     real, outputs = s.dtype.type, last.outputs
     if outputs == 1:
         return _squared_error(s, last, rows, y)
@@ -310,7 +303,7 @@ def _loss(s, bits, last, rows, y):
 
 @fused
 def _squared_error(s, last, rows, y):
-    """Mean squared error of one output; its gradient goes to `gz` of the last layer."""
+    """Return the mean squared error; write its gradient to `gz`."""
     real = s.dtype.type
     loss, share = real(0), real(1) / real(rows)
     for r in range(rows):
@@ -325,7 +318,7 @@ def _squared_error(s, last, rows, y):
 
 @fused
 def activate(s, z, own, units, x, padded, rows):
-    """ReLU; after a convolution its results are max-pooled, two by two."""
+    """Apply ReLU, and 2 x 2 max pooling after a convolution."""
     zero = s.dtype.type(0)
     if own.kind != CONV:
         pre, post = s[z : z + units * rows], s[x : x + units * rows]
@@ -351,7 +344,7 @@ def activate(s, z, own, units, x, padded, rows):
 
 @fused
 def activate_back(s, g, z, own, units, gz, rows):
-    """Gradient before the activation (and pooling), from that after it."""
+    """Backpropagate through the activation and pooling."""
     zero = s.dtype.type(0)
     if own.kind != CONV:
         length = units * rows
@@ -361,7 +354,7 @@ def activate_back(s, g, z, own, units, gz, rows):
         return
     half = own.wide // 2
     for unit in range(units):
-        if own.high % 2 or own.wide % 2:  # what no pool reads
+        if own.high % 2 or own.wide % 2:  # lines that no pool reads
             for h in range(own.high):
                 at = gz + line_at(own, unit, h) * rows
                 s[at : at + own.wide * rows] = zero
@@ -398,7 +391,7 @@ def _pair(s, at, rows):
 
 @fused
 def apply(own, rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
-    """Add the map of x to z."""
+    """Add the layer's map of x to z."""
     if own.kind == CONV:
         turn = np.int64(0)
         _apply_conv(own, rows, w, base, by_out, by_in, turn, s, x, inputs, z, outputs)
@@ -408,7 +401,7 @@ def apply(own, rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
 
 @fused
 def apply_transposed(own, rows, w, base, by_out, by_in, s, gx, inputs, gz, outputs):
-    """Add the transposed map of gz, the gradient at the inputs, to gx."""
+    """Add the transposed map of gz to gx, the gradient of the inputs."""
     if own.kind == CONV:
         turn = np.int64(8)
         _apply_conv(own, rows, w, base, by_in, by_out, turn, s, gz, outputs, gx, inputs)
@@ -418,7 +411,7 @@ def apply_transposed(own, rows, w, base, by_out, by_in, s, gx, inputs, gz, outpu
 
 @summed
 def weight_gradient(own, rows, g, base, by_out, by_in, s, x, inputs, gz, outputs):
-    """The gradient of a map's weights."""
+    """Compute the gradient of the weights."""
     if own.kind == CONV:
         _conv_gradient(own, rows, g, base, by_out, by_in, s, x, inputs, gz, outputs)
         return
@@ -448,7 +441,7 @@ def weight_gradient(own, rows, g, base, by_out, by_in, s, x, inputs, gz, outputs
 
 @fused
 def _apply_dense(rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
-    """A dense map, eight inputs at a time."""
+    """Apply a dense layer, eight inputs at a time."""
     given = s[x : x + inputs * rows].reshape(inputs, rows)
     for o in range(outputs):
         out, i, at = s[z + o * rows : z + (o + 1) * rows], 0, base + o * by_out
@@ -472,10 +465,7 @@ def _apply_dense(rows, w, base, by_out, by_in, s, x, inputs, z, outputs):
 
 @fused
 def _apply_conv(own, rows, w, base, by_out, by_in, turn, s, x, inputs, z, outputs):
-    """A convolution of padded images, one line of the result at a time.
-
-    `turn` is 8 to read the kernel from its end, else 0.
-    """
+    """Apply a convolution, one output line at a time; `turn` 8 flips the kernel."""
     length, step = own.wide * rows, 1 - turn // 4
     k = np.empty(9, s.dtype)
     for o in range(outputs):
@@ -498,14 +488,14 @@ def _apply_conv(own, rows, w, base, by_out, by_in, turn, s, x, inputs, z, output
 
 @fused
 def _shifted(s, at, length, rows):
-    """A line as three neighbouring columns of a kernel see it."""
+    """Views of a line, shifted for the three columns of a kernel."""
     one, two = at + rows, at + 2 * rows
     return s[at : at + length], s[one : one + length], s[two : two + length]
 
 
 @summed
 def _conv_gradient(own, rows, grads, base, by_out, by_in, s, x, inputs, gz, outputs):
-    """The gradient of a convolution's weights, nine sums at a time."""
+    """Compute the gradient of a convolution's weights, nine sums at a time."""
     zero, length = s.dtype.type(0), own.wide * rows
     for o in range(outputs):
         for n in range(inputs):
@@ -535,27 +525,20 @@ def _conv_gradient(own, rows, grads, base, by_out, by_in, s, x, inputs, gz, outp
 
 @fused
 def line_at(own, channel, h):
-    """Offset of a line of a padded image, in positions."""
+    """Return the offset of a line of a padded image, in positions."""
     return (channel * (own.high + 2) + h + 1) * (own.wide + 2) + 1
 
 
 @fused
-def copy(values, target, start):
-    """Values to a place of the target."""
-    for i in range(len(values)):
-        target[start + i] = values[i]
-
-
-@fused
 def fill(s, z, w, bias, units, length):
-    """Biases to everywhere."""
+    """Set all positions to the bias of their unit."""
     for unit in range(units):
         s[z + unit * length : z + (unit + 1) * length] = w[bias + unit]
 
 
 @summed
 def bias_gradient(s, gz, units, length, g, bias):
-    """The gradient of biases; a border adds nothing."""
+    """Compute the gradient of biases; padding is zero."""
     for unit in range(units):
         back, total = s[gz + unit * length : gz + (unit + 1) * length], s.dtype.type(0)
         for i in range(length):
@@ -565,7 +548,7 @@ def bias_gradient(s, gz, units, length, g, bias):
 
 @fused
 def adamw(weights, gradients, means, squares, start, length, rate, clock, decay):
-    """Move `length` weights from `start` on; this is their `clock`-th step."""
+    """Update `length` weights from `start` on; `clock` is their step count."""
     real = weights.dtype.type
     scale1 = real(1 / (1 - B1**clock))
     scale2 = real(1 / math.sqrt(1 - B2**clock))

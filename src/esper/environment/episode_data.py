@@ -1,9 +1,9 @@
-"""Data, batches and drawn terms of the running episode of every environment.
+"""Data, minibatches and drawn terms of the current episode of every environment.
 
-Run, environment and the number of the episode decide its data, first weights, order of
-batches and terms, each by a random stream of its own: nothing of one environment
-depends on another, or on how many there are. Environments of a group have the same
-streams: what becomes of them differs only by what was decided.
+Run, environment and episode number seed separate random streams for data, initial
+weights, batch order and terms. So an environment does not depend on the others or on
+their number. Environments of a group share their streams (common random numbers): they
+differ only by the decisions.
 """
 
 from typing import Final
@@ -19,22 +19,14 @@ from esper.contracts.state import Stateful
 from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.task import Task
 
-SLACK: Final = 1e-6
-"""Share of a budget by which it may be passed."""
+BUDGET_TOLERANCE: Final = 1e-6
+"""Relative tolerance of a budget, against rounding."""
 Rows = tuple[Float[Tensor, "set _ input"], Num[Tensor, "set _"]]
-"""Features and labels; the first axis is 1 if all environments share them."""
+"""Features and labels; the first axis has size 1 if all environments share them."""
 
 
 class EpisodeData(Stateful):
-    """Data, batches and terms of every environment.
-
-    Args:
-        task: What is learnt.
-        envs: How many environments.
-        rng_seed: The run.
-        settings: Ranges of rent, budget and rate, and size of groups.
-        device: Where rows and terms live.
-    """
+    """Data, minibatches, and rent, budget and rate of every environment."""
 
     STATE = ("begun", "drawn", "rent", "budget", "rate", "streams")
     DERIVED = ("rows", "_orders")
@@ -44,37 +36,30 @@ class EpisodeData(Stateful):
     rate: Float[Tensor, " env"]
 
     def __init__(
-        self,
-        task: Task,
-        envs: int,
-        rng_seed: int,
-        settings: WorldSettings,
-        device: torch.device,
+        self, task: Task, envs: int, rng_seed: int, settings: WorldSettings
     ) -> None:
         self.task, self._envs, self.run = task, envs, rng_seed
-        self._settings, self._device = settings, device
+        self._settings = settings
         self.begun = np.zeros(envs, dtype=np.int64)
-        """Episodes that each environment has begun."""
+        """Number of episodes that each environment has started."""
         self.drawn = np.zeros(envs, dtype=np.int64)
-        """Minibatches that the running episodes have drawn."""
+        """Number of minibatches drawn in the current episodes."""
         self._orders = self._no_orders()
-        self.rent, self.budget, self.rate = (
-            torch.zeros(envs, device=device) for _ in TERMS
-        )
+        self.rent, self.budget, self.rate = (torch.zeros(envs) for _ in TERMS)
         self.streams = [Generator() for _ in range(envs)]
-        """Where the weights of each environment come from."""
+        """Random streams of the weights."""
         self.rows: list[Rows] = []
-        """Train, decision and test rows, once an episode has begun."""
+        """Training, validation and test rows, once an episode has started."""
 
     def _no_orders(self) -> list[tuple[int, NDArray[np.int64]]]:
         return [(-1, np.empty(0, np.int64))] * self._envs
 
     def begin(self, env: int) -> None:
-        """Draw the next episode of an environment."""
+        """Start the next episode of an environment."""
         data, weights, _, terms = self._sequences(env, int(self.begun[env]))
         self.begun[env] += 1
         self._draw_rows(env, data)
-        # Torch's CPU generator keeps 32 bits of its seed.
+        # Torch's CPU generator uses 32 bits of its seed.
         drawn = int(weights.generate_state(1, np.uint64)[0] >> np.uint64(1))
         self.streams[env].manual_seed(drawn % 2**32)
         self.drawn[env] = 0
@@ -82,7 +67,7 @@ class EpisodeData(Stateful):
         self._draw_terms(env, terms)
 
     def loaded(self) -> None:
-        """Rows and orders of the running episodes follow from their numbers."""
+        """Draw rows and orders again; they follow from the episode numbers."""
         self.rows, self._orders = [], self._no_orders()
         for env, begun in enumerate(self.begun.tolist()):
             if begun:
@@ -91,10 +76,7 @@ class EpisodeData(Stateful):
     def minibatches(
         self, steps: Int64[Tensor, " env"], most: int
     ) -> Int64[Tensor, "env step row"]:
-        """Rows of the next minibatches; each environment draws as many as it takes.
-
-        Environments of equal luck see prefixes of one sequence.
-        """
+        """Draw the row indices of the next minibatches, `steps` per environment."""
         batch = self.task.batch
         picked = np.zeros((self._envs, most, batch), dtype=np.int64)
         for env, count in enumerate(steps.tolist()):
@@ -102,14 +84,14 @@ class EpisodeData(Stateful):
             rows = self._rows_between(env, start, start + count * batch)
             picked[env, :count] = rows.reshape(count, batch)
             self.drawn[env] += count
-        return torch.from_numpy(picked).to(self._device)
+        return torch.from_numpy(picked)
 
     def rates(self, shares: Float[Tensor, "env step"]) -> Float[Tensor, "env step"]:
-        """Learning rates, given what share of them is due."""
+        """Return learning rates, given the fractions of the schedule."""
         return self.task.learning_rate * self.rate[:, None] * shares
 
     def _rows_between(self, env: int, start: int, end: int) -> NDArray[np.int64]:
-        """A stretch of the endless row of permutations of an episode."""
+        """Part of the endless sequence of permutations of an episode."""
         count = self.rows[0][1].shape[1]
         parts = []
         for number in range(start // count, -(-end // count)):
@@ -126,7 +108,7 @@ class EpisodeData(Stateful):
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _sequences(self, env: int, episode: int) -> list[np.random.SeedSequence]:
-        """Streams of data, weights, order and terms of an episode."""
+        """Seeds of data, weights, order and terms of an episode."""
         key = (self.run, env // self._settings.group_size, episode)
         return np.random.SeedSequence(key).spawn(4)
 
@@ -140,19 +122,14 @@ class EpisodeData(Stateful):
         if not self.rows:
             copies = self._envs if varied else 1
             self.rows = [
-                (
-                    x.float().to(self._device).repeat(copies, 1, 1),
-                    y.to(self._device).repeat(copies, 1),
-                )
-                for x, y in drawn
+                (x.float().repeat(copies, 1, 1), y.repeat(copies, 1)) for x, y in drawn
             ]
         wanted = [tuple(x.shape[1:]) for x, _ in self.rows]
         found = [tuple(x.shape) for x, _ in drawn]
         if found != wanted:
             raise InvalidInputError(
-                f"{splits.train.name}: expected train, decision and test rows of "
-                f"shapes {wanted} whatever the number; got {found}; give every number "
-                "as many"
+                f"{splits.train.name}: training, validation and test rows must have "
+                f"shapes {wanted} for every seed; got {found}."
             )
         for (x, y), (new_x, new_y) in zip(self.rows, drawn, strict=True):
             x[set_].copy_(new_x)
@@ -163,5 +140,5 @@ class EpisodeData(Stateful):
         for name in TERMS:
             drawn = self._settings.term(name, float(generator.random()))
             getattr(self, name)[env] = drawn
-        # What costs exactly the budget is affordable, whatever sums round to.
-        self.budget[env] *= 1 + SLACK
+        # A seed that costs exactly the budget is affordable in spite of rounding.
+        self.budget[env] *= 1 + BUDGET_TOLERANCE

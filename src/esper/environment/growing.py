@@ -1,22 +1,17 @@
-r"""The real world: many hosts train on a task while controllers grow them.
+r"""An environment in which hosts train on a task while a controller grows them.
 
     phi = score - rent * added size
-    Phi = sum of w_j phi_j over the stops that are past + (the weights to come) phi
+    Phi = sum of w_j phi_j over past stops + (sum of the remaining weights) phi
     reward = Phi' - Phi
 
-A step is one decision: the action is carried out, every host trains until the next
-decision comes by the clock, and the score is taken on the decision rows. The return is
-the weighted mean of phi over the stops less the first phi, and nothing can be farmed.
-Size and compute are in multiples of the task's starting host. The horizon terminates. A
-host or seed whose numbers are no longer finite panics: phi becomes -1, or stays where
-it was if that was less, and the episode ends. An action that is not possible is a WAIT,
-flagged and charged `penalty`. Test rows are read at the stops, for the report.
+A step is one decision: act, train until the next decision, score on the validation
+split. The return is the weighted mean of phi over the stops, minus the first phi. Size
+and compute are in multiples of the task's initial host. If a weight or loss is not
+finite, phi becomes at most -1 and the episode ends. An illegal action becomes WAIT and
+costs `penalty`. The test split is used at the stops, for the report only.
 
-Where rewards are relative, the same host has lived before without growing. What its Phi
-gained at each decision is taken from the rewards, and they are divided by its errors on
-the decision rows over the stops, or by `LEAST_ERROR` if those are fewer. So the return
-is the share of its errors that growing removes, net of rent. Neither depends on what is
-decided.
+Relative rewards compare with the same host without growth: its gain of Phi is
+subtracted, and rewards are divided by its validation error, at least `LEAST_ERROR`.
 """
 
 from collections.abc import Iterable
@@ -29,7 +24,6 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint
-from esper.contracts.devices import usable_device
 from esper.contracts.errors import InvalidStateError
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
@@ -43,7 +37,7 @@ from esper.contracts.world import (
 )
 from esper.environment.clock import BACKWARD
 from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
-from esper.environment.episode_data import SLACK, EpisodeData
+from esper.environment.episode_data import BUDGET_TOLERANCE, EpisodeData
 from esper.environment.settings import (
     LEAST_ERROR,
     LOOKED_ROWS,
@@ -66,12 +60,10 @@ class GrowingWorld(Stateful, VectorWorld):
     """Hosts of one task that train and grow together.
 
     Args:
-        task: What the hosts learn.
-        num_envs: How many hosts.
-        rng_seed: Decides data, hosts, batches and terms, with environment and episode.
-        settings: How they grow; blueprints must be widenings.
-        device: Where everything lives.
-        engine: What trains the hosts, see `Cohort`.
+        task: Task that the hosts learn.
+        num_envs: Number of hosts.
+        rng_seed: Seed of data, hosts, batches, rents, budgets and rates.
+        settings: Settings of growth; blueprints must be widenings.
     """
 
     STATE = (
@@ -108,8 +100,6 @@ class GrowingWorld(Stateful, VectorWorld):
         rng_seed: int = 0,
         *,
         settings: WorldSettings | None = None,
-        device: str = "cpu",
-        engine: str = "auto",
     ) -> None:
         check_count("num_envs", num_envs, 1)
         check_count("rng_seed", rng_seed, 0)
@@ -118,11 +108,10 @@ class GrowingWorld(Stateful, VectorWorld):
         self.host, self.clock = task.host, settings.clock_of(task)
         self._weights = self.clock.weights().float()
         self.num_envs, self.group_size = num_envs, settings.group_size
-        self._device = usable_device(device)
-        self._episodes = EpisodeData(task, num_envs, rng_seed, settings, self._device)
+        self._episodes = EpisodeData(task, num_envs, rng_seed, settings)
         chosen = find_blueprints(settings.blueprints or OFFERED)
         per_place = settings.seeds_per_place(task)
-        most = 1 + settings.range_of("budget")[1] * (1 + SLACK)
+        most = 1 + settings.range_of("budget")[1] * (1 + BUDGET_TOLERANCE)
         self.cohort = Cohort(
             num_envs,
             self.host,
@@ -130,38 +119,37 @@ class GrowingWorld(Stateful, VectorWorld):
             capacity=self.host.parameters + ceil((most - 1) * task.unit.parameters),
             batch=task.batch,
             decay=task.weight_decay,
-            device=device,
-            engine=engine,
         )
         slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
         self.spec = ActionSpec(slots, chosen, settings.narrowed())
         self.trained_lives: SeedStates | None = None
-        """Seeds as they were in the last training, also where an episode ended."""
+        """Seeds during the last training, also of episodes that ended."""
         self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
-        """Minibatches of that training, and multiply-adds per row of the networks."""
+        """Minibatches of that training."""
         self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
+        """Multiply-adds per row of the networks in that training."""
         self.looked_rows = torch.zeros(num_envs, dtype=torch.int64)
-        """Decision rows that were scored after it."""
-        self._lives = SeedStates.empty(num_envs, slots.max_slots, self._device)
-        self._track = Track.fresh(num_envs, self._device)
-        self._phi = torch.zeros(num_envs, device=device)
-        self._banked = torch.zeros(num_envs, device=device)
-        """Weighted phi of the stops that are past, and their weight."""
-        self._passed = torch.zeros(num_envs, device=device)
-        self.last_test = torch.zeros(num_envs, device=device)
-        """Test score at the last stop, also where an episode has ended."""
-        self._tested = torch.zeros(num_envs, device=device)
-        self._compute = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        """Batches of the starting host that cost as much as the episode so far."""
+        """Validation rows that were scored after it."""
+        self._lives = SeedStates.empty(num_envs, slots.max_slots)
+        self._track = Track.fresh(num_envs)
+        self._phi = torch.zeros(num_envs)
+        self._banked = torch.zeros(num_envs)
+        """Weighted phi of past stops; `_passed` is their total weight."""
+        self._passed = torch.zeros(num_envs)
+        self.last_test = torch.zeros(num_envs)
+        """Test score at the last stop, also of episodes that ended."""
+        self._tested = torch.zeros(num_envs)
+        self._compute = torch.zeros(num_envs, dtype=torch.float64)
+        """Compute of the episode so far, in batches of the initial host."""
         self.last_phi = self._phi
-        """Phi and compute at the last decision, also where an episode has ended."""
+        """phi and compute at the last decision, also of episodes that ended."""
         self.last_compute = self._compute.clone()
-        self.unit = torch.ones(num_envs, device=device)
-        """What rewards of the present episodes are divided by."""
-        self.never = torch.zeros(num_envs, task.horizon + 1, device=device)
-        """What Phi of the same hosts would gain up to each decision, never grown."""
+        self.unit = torch.ones(num_envs)
+        """Divisor of relative rewards."""
+        self.never = torch.zeros(num_envs, task.horizon + 1)
+        """Gain of Phi up to each decision of the same hosts without growth."""
         self._courses: dict[int, tuple[Tensor, Tensor]] = {}
-        """Those and their errors, by episode, `[group, decision]` and `[group]`."""
+        """Gains `[group, decision]` and errors `[group]` without growth, by episode."""
 
     @torch.inference_mode(False)
     def reset(self) -> Observation:
@@ -172,14 +160,14 @@ class GrowingWorld(Stateful, VectorWorld):
     @torch.inference_mode(False)
     @torch.enable_grad()
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act and train until the next decision; ended episodes start anew."""
+        """Act and train until the next decision; ended episodes restart."""
         if not self._episodes.begun.all():
             raise InvalidStateError("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
-        illegal = self._act(actions.clone().to(self._device))
+        illegal = self._act(actions.to("cpu", copy=True))
         trained = self._train()
         score = self._score(self.looked_rows)
-        # The sum is finite only if all weights of host and seeds are.
+        # The sum is finite only if all weights are.
         sums = (trained.losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
         before = self._objective()
@@ -191,7 +179,7 @@ class GrowingWorld(Stateful, VectorWorld):
         gained = self._objective() - before - self._never_gained(over)
         reward = gained / self.unit.clamp(min=LEAST_ERROR)
         reward = reward - self.settings.penalty * illegal
-        # An interval can be too short for a batch of a network that has grown.
+        # An interval can be too short for a batch of a large network.
         losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         report = None
@@ -208,12 +196,12 @@ class GrowingWorld(Stateful, VectorWorld):
         )
 
     def loaded(self) -> None:
-        """Nothing has been trained yet."""
+        """Forget the last training."""
         self.trained_lives = None
 
     def _reset_envs(self, envs: Iterable[int]) -> None:
-        """Start new episodes: data, host, order of batches and terms are drawn anew."""
-        fresh = torch.zeros(self.num_envs, dtype=torch.bool, device=self._device)
+        """Start new episodes with new data, hosts, batch order and terms."""
+        fresh = torch.zeros(self.num_envs, dtype=torch.bool)
         for env in envs:
             fresh[env] = True
             self._episodes.begin(env)
@@ -223,10 +211,10 @@ class GrowingWorld(Stateful, VectorWorld):
                 self.never[env], self.unit[env] = (
                     x[env // self.group_size] for x in own
                 )
-        none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots, self._device)
+        none = SeedStates.empty(self.num_envs, self.spec.slots.max_slots)
         whole = fresh.unsqueeze(1).expand(self._lives.stage.shape)
         self._lives = select(whole, none, self._lives)
-        unseen = Track.fresh(self.num_envs, self._device)
+        unseen = Track.fresh(self.num_envs)
         self._track = select(fresh, unseen, self._track)
         score = self._score(fresh * self._scored_rows)
         phi = score - self._episodes.rent * self._added()
@@ -237,47 +225,45 @@ class GrowingWorld(Stateful, VectorWorld):
         self._track = select(fresh, start, self._track)
 
     def _never_gained(self, over: Bool[Tensor, " env"]) -> PerEnv:
-        """What never-grown hosts gain with this decision; who is over, to the end."""
+        """Gain of hosts without growth at this decision, or to the end if over."""
         now = self._track.decisions
         after = torch.where(over, self.task.horizon, now)
         ends = self.never.gather(1, torch.stack((now - 1, after), dim=1))
         return ends[:, 1] - ends[:, 0]
 
     def _never_grown(self, episode: int) -> tuple[Tensor, Tensor]:
-        """What Phi of hosts of the same luck gains, never grown, and their errors."""
+        """Gains and errors without growth, with common random numbers."""
         if episode not in self._courses:
             alone = replace(self.settings, relative=False, group_size=1)
             groups, seed = -(-self.num_envs // self.group_size), self._episodes.run
             task = replace(self.task, host=self.task.unit)
-            world = GrowingWorld(
-                task, groups, seed, settings=alone, device=str(self._device)
-            )
+            world = GrowingWorld(task, groups, seed, settings=alone)
             world._episodes.begun[:] = episode
             first = world.reset().host.score
             waits = torch.zeros(groups, len(self.spec.sizes), dtype=torch.int64)
-            living = torch.ones(groups, dtype=torch.bool, device=self._device)
+            living = torch.ones(groups, dtype=torch.bool)
             course = [torch.zeros_like(first)]
             for _ in range(self.task.horizon):
                 result = world.step(waits)
                 course.append(course[-1] + torch.where(living, result.reward, 0.0))
                 living &= ~(result.terminated | result.truncated)
-            # Rewards add up to the objective less the first score.
+            # Rewards sum to the objective minus the first score.
             errors = (1 - first - course[-1]).clamp(min=LEAST_ERROR)
             self._courses = {episode: (torch.stack(course, dim=1), errors)}
         return self._courses[episode]
 
     def _act(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-        """Carry out what is possible; returns where it was not, which is a WAIT."""
-        sizes = torch.tensor(self.spec.sizes, device=self._device)
+        """Act where legal; return where the action was illegal, which is a WAIT."""
+        sizes = torch.tensor(self.spec.sizes)
         known = (actions >= 0) & (actions < sizes)
         actions = torch.where(known, actions, 0)
         op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
-        heads = torch.arange(len(sizes), device=self._device)
-        offered = known & self.spec.allowed.to(self._device)[heads, actions]
-        unused = ~RELEVANT.to(self._device)[op]
+        heads = torch.arange(len(sizes))
+        offered = known & self.spec.allowed[heads, actions]
+        unused = ~RELEVANT[op]
         offered = (offered | unused).all(dim=1) & known[:, HEAD["op"]]
         kind = actions[:, HEAD["blueprint"]]
-        envs = torch.arange(self.num_envs, device=self._device)
+        envs = torch.arange(self.num_envs)
         offers = self._offers()
         price = offers.parameters[envs, slot, kind]
         beyond = (price > self._episodes.budget - self._added()) | ~offers.fits[
@@ -298,17 +284,16 @@ class GrowingWorld(Stateful, VectorWorld):
         return wrong | ~done
 
     def _remove_gone(self, before: SeedStates) -> None:
-        """Take the weights of seeds that have left out of their networks."""
+        """Remove the weights of seeds that have become dormant."""
         gone = (before.stage != Stage.DORMANT) & (self._lives.stage == Stage.DORMANT)
         for env, slot in torch.nonzero(gone).tolist():
             self.cohort.remove(env, slot)
 
     def _plant(self, env: int, slot: int, blueprint: Blueprint) -> None:
-        """Plant new units whose activations are as large as what they read.
+        """Plant new units with He initialization.
 
-        Their deviation is He's, sqrt(2 / inputs), whatever the host's own: as nothing
-        reads them at first, they would otherwise lag behind units that were there
-        from the start (https://arxiv.org/abs/1502.01852, eq. 10).
+        Their outgoing weights start at zero, so smaller incoming weights would make
+        them learn too slowly (https://arxiv.org/abs/1502.01852, eq. 10).
         """
         place = slot % self.cohort.places
         units = blueprint.units(self.cohort.layouts[env].widths[place])
@@ -320,7 +305,7 @@ class GrowingWorld(Stateful, VectorWorld):
         self.cohort.plant(env, slot, weight, torch.zeros(units))
 
     def _train(self) -> TrainingResult:
-        """All minibatches until the next decision."""
+        """Train until the next decision."""
         lives, decision = self._lives, self._track.decisions - 1
         compute = self.cohort.macs().to(self._compute) / self.task.unit.macs
         cost = compute if self.clock.kind == "compute" else torch.ones_like(compute)
@@ -328,14 +313,14 @@ class GrowingWorld(Stateful, VectorWorld):
         now = self._compute
         if self.clock.kind == "batches":
             now = torch.from_numpy(self._episodes.drawn).to(now)
-        left = self.clock.times().to(self._device)[decision + 1] - now
+        left = self.clock.times()[decision + 1] - now
         young = lives.stage == Stage.TRAINING
         trains = torch.where(young, lives.length - lives.moved, 0).amax(dim=1)
-        # First the batches with a shadow pass, then those without.
+        # Batches with a shadow pass come first.
         doubled = _whole(left / (cost + shadow)).minimum(trains)
         steps = doubled + _whole((left - doubled * (cost + shadow)) / cost)
         most = int(steps.max())
-        count = torch.arange(most, device=self._device)
+        count = torch.arange(most)
         pass_costs = cost[:, None] + shadow[:, None] * (count < trains[:, None])
         moments = now[:, None] + pass_costs.cumsum(dim=1) - pass_costs
         rates = self._episodes.rates(self.clock.rate(moments))
@@ -345,12 +330,12 @@ class GrowingWorld(Stateful, VectorWorld):
         trained = self.cohort.train(
             x, y, picked, SeedSchedule(alpha, training), rates, steps
         )
-        stops = self._weights.to(self._device)[self._track.decisions] > 0
+        stops = self._weights[self._track.decisions] > 0
         few = min(LOOKED_ROWS, self._scored_rows)
         self.looked_rows = torch.where(stops, self._scored_rows, few)
-        # A look is a forward pass.
-        looks = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
-        passes = steps + trains.minimum(steps) + looks * self.settings.charge_eval
+        # Validation is a forward pass.
+        evaluated = self.looked_rows.double() / (self.task.batch * (1 + BACKWARD))
+        passes = steps + trains.minimum(steps) + evaluated * self.settings.charge_eval
         self._compute = self._compute + compute * passes
         self.last_compute = self._compute.clone()
         self.trained_lives, self.trained_steps = lives, steps
@@ -361,20 +346,20 @@ class GrowingWorld(Stateful, VectorWorld):
 
     @property
     def _scored_rows(self) -> int:
-        """Decision rows that a host is scored on at a stop."""
+        """Validation rows of a score at a stop."""
         return min(SCORED_ROWS, self._episodes.rows[1][1].shape[1])
 
     def _score(self, wanted: Int64[Tensor, " env"]) -> PerEnv:
-        """Score of each host on so many decision rows."""
+        """Score of each host on this many validation rows."""
         return self.cohort.score(*self._episodes.rows[1], self._lives.alpha, wanted)
 
     def _objective(self) -> PerEnv:
-        """Phi: what the stops that are past have brought, and phi for those to come."""
+        """Phi: weighted phi of past stops, and the current phi for the others."""
         return self._banked + (1 - self._passed) * self._phi
 
     def _stop(self, over: Bool[Tensor, " env"]) -> None:
-        """Score every environment that is at a stop; who is over, at all to come."""
-        weight = self._weights.to(self._device)[self._track.decisions]
+        """Score environments at a stop; an ended episode fills all remaining stops."""
+        weight = self._weights[self._track.decisions]
         weight = torch.where(over, 1 - self._passed, weight)
         self._banked = self._banked + weight * self._phi
         self._passed = self._passed + weight
@@ -388,14 +373,14 @@ class GrowingWorld(Stateful, VectorWorld):
             self._tested = self._tested + torch.where(here, weight * net, 0.0)
 
     def _added(self) -> PerEnv:
-        """Parameters beyond the starting host's, as a multiple of them."""
-        own = self.cohort.parameters().to(self._device)
+        """Added parameters, as a multiple of the initial host's."""
+        own = self.cohort.parameters()
         return (own / self.task.unit.parameters - 1).float()
 
     def _report(
         self, over: Bool[Tensor, " env"], score: PerEnv, panicked: Bool[Tensor, " env"]
     ) -> EpisodeReport:
-        macs = self.cohort.macs().to(self._device) / self.task.unit.macs
+        macs = self.cohort.macs() / self.task.unit.macs
         return EpisodeReport(
             env=torch.nonzero(over).flatten(),
             score=score[over],
@@ -408,11 +393,11 @@ class GrowingWorld(Stateful, VectorWorld):
         )
 
     def batch_macs(self) -> int:
-        """Multiply-adds of one training batch of the starting host."""
+        """Return the multiply-adds of one training batch of the initial host."""
         return self.task.unit.macs * self.task.batch * (1 + BACKWARD)
 
     def _offers(self) -> BlueprintOffers:
-        """What every slot could be planted with, at the networks' present widths."""
+        """Blueprint offers at the current widths."""
         parameters, macs = self.cohort.unit_costs()
         widths = self.cohort.widths()
         units = torch.tensor(
@@ -425,20 +410,20 @@ class GrowingWorld(Stateful, VectorWorld):
 
         def of_slots(costs: Tensor, unit: int) -> Tensor:
             offered = (costs[..., None] * units / unit).float()
-            return offered.repeat(1, per, 1).to(self._device)
+            return offered.repeat(1, per, 1)
 
         price = of_slots(parameters, self.task.unit.parameters)
-        unknown_ = torch.zeros_like(price)
+        unmeasured = torch.zeros_like(price)
         return BlueprintOffers(
             fits=self._first_free()[:, :, None].expand_as(price),
             parameters=price,
             macs=of_slots(macs, self.task.unit.macs),
-            promise=unknown_,
-            promise_known=unknown_.bool(),
+            promise=unmeasured,
+            promise_known=unmeasured.bool(),
         )
 
     def _first_free(self) -> Bool[Tensor, "env slot"]:
-        """The first free slot of every place: slots of a place are all the same."""
+        """First free slot of every place, as slots of a place are equivalent."""
         free = self._lives.stage == Stage.DORMANT
         by_place = free.unflatten(1, (-1, self.cohort.places))
         first: Tensor = by_place & (by_place.cumsum(dim=1) == 1)
@@ -456,7 +441,7 @@ class GrowingWorld(Stateful, VectorWorld):
                 horizon=self.task.horizon if self.clock.stop == "end" else None,
                 compute=self._compute,
                 budget_left=self._episodes.budget - self._added(),
-                rent=self._episodes.rent.clone(),  # rewritten when an episode begins
+                rent=self._episodes.rent.clone(),  # changes at the next reset
                 added=self._added(),
             ),
             slots=SlotStates(
@@ -484,5 +469,5 @@ class GrowingWorld(Stateful, VectorWorld):
 
 
 def _whole(batches: Float[Tensor, " env"]) -> Int64[Tensor, " env"]:
-    """Whole batches, whatever an interval rounds to."""
+    """Number of whole batches, up to rounding."""
     return (batches + 1e-9).floor().clamp(min=0).to(torch.int64)

@@ -1,20 +1,16 @@
-r"""Growing a network as a Gymnasium environment, for agents of any library.
+r"""Network growth as a Gymnasium environment.
 
     gymnasium.make("esper.environment.gym:esper/Grow-v0", task="digits")
     gymnasium.make_vec("esper.environment.gym:esper/Grow-v0", num_envs=16)
 
-An action is a number (`FlatActions`): WAIT, or an op in a slot; planting also names the
-blueprint and SET_ALPHA the target, the other heads have defaults. An observation is a
-row in [-1, 1] (`flatten`): shares and flags are clamped, a size without bounds becomes
+An action is an integer (`FlatActions`): WAIT, or an op in a slot, with the blueprint of
+GERMINATE and the target of SET_ALPHA; other heads have defaults. An observation is a
+row in [-1, 1] (`flatten`): fractions and flags are clamped, unbounded sizes become
+x / (half + |x|), and unknown values are 0 with a flag. The mask is `action_masks()` and
+`info["action_mask"]`. An illegal action becomes WAIT, costs the penalty and sets
+`info["invalid"]`. The test score is in the last info of an episode only.
 
-    y = x / (half + |x|)
-
-and what is not known reads 0 and has a flag beside it. The mask is `action_masks()` and
-`info["action_mask"]`. An action that is not possible is a WAIT that costs the penalty,
-with `info["invalid"]` set. The horizon terminates. The score on the test rows is in the
-last info of an episode and nowhere else.
-
-The same seed gives the same episodes; without one, the next episode of the run begins.
+The same seed gives the same episodes; without a seed, the run continues.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,8 +53,8 @@ try:
     from gymnasium.vector.utils import batch_space
 except ModuleNotFoundError as error:
     raise InvalidInputError(
-        "esper/Grow-v0 needs gymnasium, which is not installed; "
-        "pip install esper-lite[rl]"
+        "esper/Grow-v0 needs gymnasium, which is not installed; pip install "
+        "esper-lite[rl]"
     ) from error
 
 ID = "esper/Grow-v0"
@@ -72,19 +68,19 @@ DEFAULT_CHOICES: Final = {
     "alpha_speed": "FAST",
     "alpha_curve": "COSINE",
 }
-"""Choices of heads that an agent does not choose, as far as the world allows them."""
+"""Defaults of heads that an agent does not choose, if the world allows them."""
 CHOSEN_HEAD: Final = {Op.GERMINATE: "blueprint", Op.SET_ALPHA: "alpha_target"}
-"""The head that an agent chooses besides op and slot."""
+"""Head that an agent chooses in addition to op and slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatActions:
-    """Every action that an agent can choose by its number; 0 is WAIT."""
+    """All actions by number; 0 is WAIT."""
 
     spec: ActionSpec
     actions: Int64[Tensor, "action head"]
     names: tuple[str, ...]
-    """Such as `GERMINATE 2 widen_8`: the op, the slot, and what was chosen."""
+    """Names such as `GERMINATE 2 widen_8`: op, slot, choice."""
 
     @classmethod
     def of(cls, spec: ActionSpec) -> "FlatActions":
@@ -114,20 +110,18 @@ class FlatActions:
         return cls(spec, torch.tensor(rows), tuple(names))
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of actions."""
         return len(self.names)
 
     def legal(self, observation: Observation) -> Bool[Tensor, "env action"]:
-        """Which of them would be carried out now; WAIT always is."""
+        """Return which actions are legal now; WAIT always is."""
         slots, offers = observation.slots, observation.offers
-        device = slots.stage.device
         op, slot, kind = (
-            self.actions.to(device)[:, HEAD[name]]
-            for name in ("op", "slot", "blueprint")
+            self.actions[:, HEAD[name]] for name in ("op", "slot", "blueprint")
         )
         old = (slots.age[:, slot] >= self.spec.slots.min_age).long()
         settled = slots.alpha_settled[:, slot].long()
-        legal = LEGAL.to(device)[op, slots.stage[:, slot], old, settled]
+        legal = LEGAL[op, slots.stage[:, slot], old, settled]
         left = observation.host.budget_left.unsqueeze(1)
         plantable = offers.fits[:, slot, kind] & (
             offers.parameters[:, slot, kind] <= left
@@ -136,7 +130,7 @@ class FlatActions:
 
 
 COMBINED: Final = ("small_rent", "net_contribution", "net_promise")
-"""Columns of a policy that repeat or combine others; agents have those others."""
+"""Columns that repeat or combine others."""
 HOST, SLOT, OFFER = (
     tuple(column for column in table if column.name not in without)
     for table, without in (
@@ -147,14 +141,14 @@ HOST, SLOT, OFFER = (
 )
 """Features of a host, of a slot, and of a blueprint at a slot."""
 HUGE: Final = 1e8
-"""Sizes are cut here: squashed it is 1."""
+"""Clamp of unbounded sizes."""
 
 
 def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
-    """The observation of every environment as one row, each number in [-1, 1]."""
+    """Return the observation of every environment as one row in [-1, 1]."""
     host, slots, offers = observation.host, observation.slots, observation.offers
     unlimited = torch.isinf(host.budget_left)
-    kinds = torch.arange(offers.fits.shape[2], device=offers.fits.device)
+    kinds = torch.arange(offers.fits.shape[2])
     measured = slots.contribution_measured
     one_hot = F.one_hot(slots.stage, len(Stage))
     return torch.cat(
@@ -184,7 +178,7 @@ def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
 
 
 def feature_names(spec: ActionSpec) -> tuple[str, ...]:
-    """The name of each place of a row, such as `slot 2 widen_8 promise`."""
+    """Return the name of each feature, such as `slot 2 widen_8 promise`."""
     slots, kinds = range(spec.slots.max_slots), [b.name for b in spec.blueprints]
     return (
         *(f"host {c.name}" for c in HOST),
@@ -198,20 +192,20 @@ def _columns(
     record: HostStates | SlotStates | BlueprintOffers,
     **computed: Tensor,
 ) -> Float[Tensor, "env feature"]:
-    """The columns of a record side by side, bounded."""
+    """Bounded columns of a record, concatenated."""
     known = {f.name: getattr(record, f.name) for f in fields(record)} | computed
     values = torch.stack([known[c.name].float() for c in columns], dim=-1)
     curves = [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns]
-    plain, bend = torch.tensor(curves, device=values.device).unbind(1)
+    plain, bend = torch.tensor(curves).unbind(1)
     values = values.nan_to_num(nan=0.0).clamp(-HUGE, HUGE)
     return (values / (plain + bend * values.abs())).clamp(-1.0, 1.0).flatten(1)
 
 
 class _World(GrowingWorld):
-    """A growing world that keeps the last observation of episodes that ended."""
+    """A growing world that keeps the last observation of ended episodes."""
 
     final: Observation | None = None
-    """Every environment just before episodes began anew."""
+    """Observation before the last reset of environments."""
 
     def _reset_envs(self, envs: Iterable[int]) -> None:
         self.final = self._observe()
@@ -221,13 +215,12 @@ class _World(GrowingWorld):
 class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     """Hosts that train and grow together, much faster than one by one.
 
-    An ended environment begins anew in the same step: its last observation and info are
-    in `final_obs` and `final_info`. Environments differ by their number, not by a seed
-    of their own; the first is the `GrowEnv` of the seed.
+    An ended environment resets in the same step; its last observation and info are in
+    `final_obs` and `final_info`. The first environment equals `GrowEnv` with the seed.
 
     Args:
-        num_envs: How many hosts.
-        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
+        num_envs: Number of hosts.
+        settings: Fields of `WorldSettings`, and `task` (a task or its name).
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012
@@ -236,16 +229,15 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     }
 
     def __init__(self, num_envs: int = 1, **settings: Any) -> None:  # noqa: ANN401
-        known = ["task", *(field.name for field in fields(WorldSettings)), "device"]
+        known = ["task", *(field.name for field in fields(WorldSettings))]
         for name in settings:
             if name not in known:
                 what = f"expected settings out of {', '.join(known)}; got"
                 raise unknown(what, name, known)
         self.num_envs = num_envs
-        self._device = settings.pop("device", "cpu")
         task = settings.pop("task", "digits")
         if isinstance(task, str):
-            from esper.tasks.catalogue import task as find_task  # brings all data sets
+            from esper.tasks.catalogue import task as find_task  # loads all data sets
 
             task = find_task(task)
         if not isinstance(task, Task):
@@ -256,9 +248,9 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         self._settings = WorldSettings(**settings)
         self.world = self._new_world(0)
         self.actions = FlatActions.of(self.world.spec)
-        """What every action means."""
+        """Meaning of every action."""
         self.features = feature_names(self.world.spec)
-        """The name of every place of an observation."""
+        """Name of every feature."""
         self.single_action_space = Discrete(len(self.actions))
         self.single_observation_space = Box(
             -1.0, 1.0, (len(self.features),), np.float32
@@ -270,12 +262,11 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Row, Info]:
-        """Begin an episode everywhere.
+        """Start an episode everywhere; without arguments, the next one of the run.
 
         Args:
-            seed: Begin a new run: it decides data, hosts, batches and terms. Without
-                one, the run goes on with its next episode.
-            options: Begin a new run with other terms (rent, budget, rate).
+            seed: Start a new run with this seed.
+            options: Start a new run with other terms (rent, budget, rate).
         """
         if seed is not None or options or self.observation is None:
             if seed is not None:
@@ -293,7 +284,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
     def step(
         self, actions: object
     ) -> tuple[Row, NDArray[Any], NDArray[Any], NDArray[Any], Info]:
-        """Carry out an action everywhere and train until the next decision."""
+        """Act everywhere and train until the next decision."""
         if self.observation is None:
             raise InvalidStateError("step() before reset(); call reset() first.")
         numbers = np.asarray(actions)
@@ -303,7 +294,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
             and bool(((numbers >= 0) & (numbers < len(self.actions))).all())
         ):
             raise InvalidInputError(
-                f"expected for each of {self.num_envs} environments a whole number in "
+                f"actions must be {self.num_envs} integers in "
                 f"0..{len(self.actions) - 1}, got {actions!r:.99}."
             )
         chosen = torch.from_numpy(numbers.astype(np.int64))
@@ -330,7 +321,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         )
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Which actions are possible now, bool [env, action]."""
+        """Return which actions are legal now, bool [env, action]."""
         if self.observation is None:
             raise InvalidStateError(
                 "action_masks() before reset(); call reset() first."
@@ -338,7 +329,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         return _numpy(self.actions.legal(self.observation))
 
     def _new_world(self, run: int, options: Mapping[str, Any] | None = None) -> _World:
-        """A world that was not reset yet; options replace rent, budget and rate."""
+        """Create a world; options replace rent, budget and rate."""
         if not isinstance(options, Mapping | None):
             raise InvalidInputError(
                 f"options must be a dict of terms, got {options!r:.99}."
@@ -348,14 +339,12 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
                 f"options may have {', '.join(TERMS)}; got {min(map(repr, others))}."
             )
         settings = replace(self._settings, **(options or {}))
-        return _World(
-            self._task, self.num_envs, run, settings=settings, device=self._device
-        )
+        return _World(self._task, self.num_envs, run, settings=settings)
 
     def _info(
         self, see: Observation, where: NDArray[np.bool_], invalid: NDArray[np.bool_]
     ) -> Info:
-        """The info of some environments; zero for the others."""
+        """Info of some environments; zero for the others."""
         masks = _numpy(self.actions.legal(see)) & where[:, np.newaxis]
         return _flagged(
             {"action_mask": masks.astype(np.int8), "invalid": invalid}, where
@@ -363,11 +352,11 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
 
 
 class GrowEnv(gymnasium.Env[Row, object]):
-    """One host that trains and grows: a vector of one.
+    """One host that trains and grows.
 
     Args:
-        render_mode: `ansi` for `render()` to describe the host in a line.
-        settings: Fields of `WorldSettings`, `task` (a task or its name) and `device`.
+        render_mode: `ansi`: `render()` returns a line about the host.
+        settings: Fields of `WorldSettings`, and `task` (a task or its name).
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
@@ -384,19 +373,19 @@ class GrowEnv(gymnasium.Env[Row, object]):
         self.render_mode = render_mode
         self._vector = GrowVectorEnv(1, **settings)
         self.actions = self._vector.actions
-        """What every action means."""
+        """Meaning of every action."""
         self.features = self._vector.features
-        """The name of every place of an observation."""
+        """Name of every feature."""
         self.action_space = self._vector.single_action_space
         self.observation_space = self._vector.single_observation_space
         self._now: Observation | None = None
         self._next: tuple[Row, Info] | None = None
-        """The start of the next episode, once this one has ended."""
+        """First observation of the next episode, once this one has ended."""
 
     def reset(
         self, *, seed: int | None = None, options: Info | None = None
     ) -> tuple[Row, Info]:
-        """Begin an episode; see `GrowVectorEnv.reset`."""
+        """Start an episode; see `GrowVectorEnv.reset`."""
         first = self._next
         if first is None or seed is not None or options:
             rows, info = self._vector.reset(seed=seed, options=options)
@@ -406,9 +395,11 @@ class GrowEnv(gymnasium.Env[Row, object]):
         return first
 
     def step(self, action: object) -> tuple[Row, float, bool, bool, Info]:
-        """Carry out an action and train until the next decision."""
+        """Act and train until the next decision."""
         if self._next is not None:
-            raise InvalidStateError("step() after the last one; call reset() first.")
+            raise InvalidStateError(
+                "step() after the end of the episode; call reset() first."
+            )
         rows, rewards, over, _, info = self._vector.step([action])
         seen = rows[0], _of_first(info)
         self._now = self._vector.observation
@@ -419,7 +410,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
         return seen[0], float(rewards[0]), bool(over[0]), False, seen[1]
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Which actions are possible now."""
+        """Return which actions are legal now."""
         if self._now is None:
             raise InvalidStateError(
                 "action_masks() before reset(); call reset() first."
@@ -427,7 +418,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
         return _numpy(self.actions.legal(self._now)[0])
 
     def render(self) -> str | None:
-        """Progress, score and slots in a line; None without a render mode."""
+        """Return progress, score and slots as text; None without a render mode."""
         if self.render_mode is None or self._now is None:
             return None
         host, slots = self._now.host, self._now.slots
@@ -439,7 +430,7 @@ class GrowEnv(gymnasium.Env[Row, object]):
 
 
 def _results(ended: EpisodeReport, over: NDArray[np.bool_]) -> Info:
-    """Results of the episodes that ended; `test_score` is on the test rows."""
+    """Results of ended episodes."""
     results = {}
     for name in ("score", "test", "added", "macs", "panicked"):
         values = _numpy(getattr(ended, name))
@@ -450,7 +441,7 @@ def _results(ended: EpisodeReport, over: NDArray[np.bool_]) -> Info:
 
 
 def _of_first(info: Info) -> Info:
-    """The info of the first environment."""
+    """Info of the first environment."""
     return {
         name: values[0] if values.ndim > 1 else values[0].item()
         for name, values in info.items()
@@ -459,12 +450,12 @@ def _of_first(info: Info) -> Info:
 
 
 def _flagged(info: Info, where: NDArray[np.bool_]) -> Info:
-    """Each entry with a flag of where it holds, as vector infos are written."""
+    """Entries and their presence flags, as vector infos require."""
     return info | {f"_{name}": where.copy() for name in info}
 
 
 def _numpy(values: Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = values.detach().cpu().numpy()
+    array: NDArray[Any] = values.numpy()
     return array
 
 

@@ -1,8 +1,4 @@
-"""Several worlds side by side, each of which is made, and played, on its own.
-
-The action space must be the same everywhere; hosts, data, horizons and terms may
-differ.
-"""
+"""Several worlds with one action space; hosts, data, horizons and terms may differ."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,15 +10,14 @@ from esper.contracts.world import VectorWorld
 
 
 class Mixture:
-    """The worlds of a training, in order: environments of the first come first.
+    """The worlds of a training run, in order.
 
-    Sent to another process, it makes its worlds there.
+    A pickled mixture creates its worlds again in the other process.
 
     Args:
-        make: The world of a number, in some round; counted from 0.
-        count: How many worlds there are.
-        redrawn: Whether every round has worlds of its own, which begin anew; if not,
-            they are those of round 0.
+        make: Function from world index and round, both from 0, to a world.
+        count: Number of worlds.
+        redrawn: Whether every round has new worlds; if not, round 0's are used.
     """
 
     def __init__(
@@ -38,7 +33,7 @@ class Mixture:
         for number, world in enumerate(worlds):
             if world.spec != worlds[0].spec:
                 raise InvalidInputError(
-                    f"all worlds of a mixture must have one action space; number "
+                    f"all worlds of a mixture must have the same action space; number "
                     f"{number} differs from the first: {_describe(world.spec)}, not "
                     f"{_describe(worlds[0].spec)}."
                 )
@@ -56,7 +51,7 @@ class Mixture:
 
     @classmethod
     def of(cls, worlds: Sequence[VectorWorld]) -> "Mixture":
-        """Worlds that are there, and can be played only where they are."""
+        """Mix existing worlds; this mixture cannot move to another process."""
         return cls(lambda number, round: worlds[number], len(worlds))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,25 +60,19 @@ class Mixture:
     def world(
         self, number: int, round: int = 0, state: Tensors | None = None
     ) -> VectorWorld:
-        """One of the worlds, in a state that it was in before.
-
-        Args:
-            number: Which.
-            round: Of the training.
-            state: What `keep` gave; none: as it is.
-        """
+        """Return one of the worlds, restored to `state` from `keep` if given."""
         if self.redrawn:
             return self._make(number, round)
         if number not in self._worlds:
             self._worlds[number] = self._make(number, 0)
         world = self._worlds[number]
-        # A world that is still as it was left need not be filled again.
+        # An unchanged world need not be loaded.
         if state is not None and self._states.get(number) is not state:
             load(world, state)
         return world
 
     def keep(self, number: int, world: VectorWorld) -> Tensors | None:
-        """The state of one of the worlds, if it has any that outlasts a round."""
+        """Return the state of a world, if it is kept between rounds."""
         if self.redrawn or not isinstance(world, Stateful):
             return None
         self._states[number] = save(world)

@@ -1,19 +1,17 @@
-r"""Memory layout of a network that grows: blocks of one vector, and axes of units.
+r"""Memory layout of a growing network: blocks of one vector, and axes of units.
 
 Every hidden layer is one axis of units: those of the host, then those of each seed in
-the order of birth. A weight block leads from one range of units to a range of the next
-axis:
+birth order. A weight block connects a range of units to a range of the next axis:
 
     host <- host    the host's own layer
-    seed <- host    what the new units read
-    host <- seed    what reads the new units
-    seed <- seed    new units of neighbouring layers feed each other
+    seed <- host    incoming weights of new units
+    host <- seed    outgoing weights of new units
+    seed <- seed    connections between seeds of neighbouring layers
 
-A block between two ranges belongs to the younger of them. All blocks of an environment
-lie behind each other in one vector: those of the host, as `parameters_to_vector` has
-them, then those of each seed in the order of birth. So the vector's length is the
-number of parameters. A block is `[out, in, tap]`, where a tap is a position of a 3 x 3
-kernel; a dense layer has one. Rows of a minibatch are the last axis of activations.
+A block belongs to the younger of its two ranges. The vector holds the host's blocks in
+the order of `parameters_to_vector`, then those of each seed in birth order. A block is
+`[out, in, tap]`; a tap is a position of a 3 x 3 kernel, and a dense layer has one. Rows
+of a minibatch are the last axis of activations.
 """
 
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 from esper.tasks.hosts import LayerShape
 
 HOST = 0
-"""The owner of what a seed did not bring; seed in slot q is owner q + 1."""
+"""Owner of the host's units; the seed in slot q is owner q + 1."""
 
 
 def _record(names: str) -> Any:  # noqa: ANN401
@@ -35,11 +33,11 @@ def _record(names: str) -> Any:  # noqa: ANN401
 LAYER = _record(
     "kind inputs outputs high wide taps padded x z gz gx biases weights end each"
 )
-"""A layer: its shape; where its inputs, outputs and their gradients lie; where its
-blocks begin and end, biases first; inputs of it per unit of the axis before."""
+"""A layer: shape; offsets of inputs, outputs and their gradients; range of its blocks,
+biases first; inputs per unit of the axis before."""
 BLOCK = _record("layer offset length out outs into ins out_owner in_owner owner")
-"""A block: its layer and its part of the vector; its ranges of outputs and inputs, and
-who owns them; the younger of the two. A bias has no inputs."""
+"""A block: layer and part of the vector; ranges of outputs and inputs and their owners;
+the younger of the two owners. A bias has no inputs."""
 
 
 class Widening(NamedTuple):
@@ -51,7 +49,7 @@ class Widening(NamedTuple):
 
 
 class UnitRange(NamedTuple):
-    """Neighbouring units of one axis that have one owner."""
+    """Consecutive units of one axis with the same owner."""
 
     owner: int
     begin: int
@@ -59,12 +57,7 @@ class UnitRange(NamedTuple):
 
 
 class NetworkLayout:
-    """Where everything of one network lies.
-
-    Args:
-        shapes: Layers of the host.
-        seeds: Its living seeds in the order of birth.
-    """
+    """Positions of all blocks and activations of one network."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], seeds: Sequence[Widening] = ()
@@ -82,11 +75,11 @@ class NetworkLayout:
 
     @property
     def widths(self) -> list[int]:
-        """Units of every axis, living seeds included; the last is the output."""
+        """Units of every axis, seeds included; the last is the output."""
         return [sum(part.units for part in axis) for axis in self.axes]
 
     def indices(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the weights `[out, in, tap]` and biases of a whole layer lie."""
+        """Return the positions of a layer's weights `[out, in, tap]` and biases."""
         own = self.layers[layer]
         bias = np.empty(own["outputs"], np.int64)
         weight = np.empty((own["outputs"], own["inputs"], own["taps"]), np.int64)
@@ -101,14 +94,14 @@ class NetworkLayout:
         return weight, bias
 
     def shared_with(self, other: "NetworkLayout") -> NDArray[np.bool_]:
-        """Which of the blocks the other layout has too, in the same order."""
+        """Return which blocks the other layout has too, in the same order."""
         alive = [HOST, *(seed.slot + 1 for seed in other.seeds)]
         ends = self.blocks["out_owner"], self.blocks["in_owner"]
         shared: NDArray[np.bool_] = np.isin(ends[0], alive) & np.isin(ends[1], alive)
         return shared
 
     def parameters_of(self, blocks: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Where the parameters of some blocks lie, block after block."""
+        """Return the positions of the parameters of these blocks."""
         chosen = self.blocks[blocks]
         starts = np.repeat(chosen["offset"], chosen["length"])
         ends = np.cumsum(chosen["length"])
@@ -119,7 +112,7 @@ class NetworkLayout:
         return places
 
     def _axes(self) -> list[list[UnitRange]]:
-        """The ranges of units of every axis; the last is the network's output."""
+        """Ranges of units of every axis; the last is the output."""
         axes = [[UnitRange(HOST, 0, own.outputs)] for own in self.shapes]
         for seed in self.seeds:
             axis = axes[seed.place]
@@ -154,7 +147,7 @@ class NetworkLayout:
                     length = to.units * ins * own.taps
                     found.append((layer, 0, length, *ranges, *owners))
         blocks = np.array(found, dtype=BLOCK)
-        # In the vector by age of their owner, then by layer, weights before biases.
+        # Sorted by age of the owner, then by layer, weights before biases.
         ages = np.array([born[int(owner)] for owner in blocks["owner"]])
         order = np.lexsort((blocks["ins"] == 0, blocks["layer"], ages))
         ends = np.cumsum(blocks["length"][order])
@@ -162,7 +155,7 @@ class NetworkLayout:
         return blocks
 
     def _layers(self) -> tuple[NDArray[Any], int]:
-        """The layers as the kernels read them, and the room for their activations."""
+        """Layers as records for the engine, and the size of the activations."""
         layers = np.zeros(len(self.shapes), dtype=LAYER)
         room, widths = 0, self.widths
         for n, own in enumerate(self.shapes):

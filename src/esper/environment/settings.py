@@ -1,4 +1,4 @@
-"""The settings of a growing world: one class for training, evaluation and Gymnasium.
+"""Settings of a growing world, for training, evaluation and Gymnasium.
 
 Rent, budget and rate are numbers, or ranges (low, high) to draw from in every episode.
 """
@@ -22,9 +22,9 @@ from esper.tasks.task import Task
 Term = float | tuple[float, float]
 
 OFFERED: Final = ("widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4")
-"""Blueprints of the world unless others are named."""
+"""Default blueprints."""
 OPS: Final = ("WAIT", "GERMINATE", "PRUNE", "FOSSILIZE")
-"""What can be decided; seeds advance and blend by themselves."""
+"""Ops of the controller; seeds advance and blend by themselves."""
 AT_ONCE: Final[Mapping[str, tuple[str, ...]]] = {
     "op": ("WAIT", "GERMINATE", "PRUNE"),
     "tempo": ("AT_ONCE",),
@@ -32,26 +32,26 @@ AT_ONCE: Final[Mapping[str, tuple[str, ...]]] = {
     "alpha_speed": ("INSTANT",),
     "alpha_curve": ("LINEAR",),
 }
-"""What is left to decide where seeds take part at once: when, where and how much."""
+"""Choices with `at_once`: when, where and how much to grow."""
 SCORED_ROWS: Final = 256
-"""Decision rows that a score is taken on at a stop, at most."""
+"""Maximum validation rows of a score at a stop."""
 LOOKED_ROWS: Final = 64
-"""The same between two stops, where a score is seen, but not what counts."""
+"""Maximum validation rows between stops, where scores are only observed."""
 LEAST_ERROR: Final = 0.02
-"""Share of rows by which rewards are divided at least, where they are relative."""
+"""Minimum divisor of relative rewards."""
 TERMS: Final[Mapping[str, tuple[float, str]]] = {
     "rent": (-inf, ""),
     "budget": (0.0, " from 0"),
     "rate": (float_info.min, " above 0"),
 }
-"""What is drawn in every episode: its least value, and that value in words."""
-LARGEST: Final = 1e30
-"""Size of a term or penalty at most: they become float32."""
+"""Terms drawn in every episode: minimum, and the minimum in words."""
+MAX_TERM: Final = 1e30
+"""Maximum of a term or penalty, as they become float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSettings:
-    """How real networks grow; the simulated world has its own rules."""
+    """Settings of a growing world; the simulated world has its own rules."""
 
     horizon: int | None = None
     """Decisions per episode; none: the task's default."""
@@ -101,7 +101,7 @@ class WorldSettings:
     rate (common random numbers)."""
 
     def __post_init__(self) -> None:
-        """Refuse what no world can be made of."""
+        """Check all fields."""
         for name in ("horizon", "decision_every", "slots"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
@@ -110,7 +110,7 @@ class WorldSettings:
         for name in TERMS:
             self.range_of(name)
         penalty, names = self.penalty, self.blueprints
-        if not (_is_number(penalty) and 0 <= penalty <= LARGEST):
+        if not (_is_number(penalty) and 0 <= penalty <= MAX_TERM):
             raise InvalidInputError(
                 f"penalty must be a finite number from 0, got {penalty!r:.99}."
             )
@@ -118,29 +118,28 @@ class WorldSettings:
             return
         if not isinstance(names, tuple | list) or not names:
             raise InvalidInputError(
-                f"blueprints must be at least one name in a tuple, got {names!r:.99}."
+                f"blueprints must be a tuple of at least one name, got {names!r:.99}."
             )
         if len({*names}) != len(names):
             raise InvalidInputError(f"blueprints has a name twice: {', '.join(names)}.")
         object.__setattr__(self, "blueprints", tuple(names))
 
     def range_of(self, name: str) -> tuple[float, float]:
-        """The range of a term; refuses what cannot be drawn from."""
+        """Return the checked range of a term."""
         return as_range(name, getattr(self, name))
 
     def term(self, name: str, share: float) -> float:
-        """A term that was drawn, given how far it is along its range, from 0 to 1."""
+        """Return a term, given its position in its range from 0 to 1."""
         low, high = self.range_of(name)
-        # Rents and rates differ by factors: evenly on a log scale.
+        # Rents and rates are uniform on a log scale.
         if name != "budget" and low > 0:
             return float(low * (high / low) ** share)
         return low + share * (high - low)
 
     def applied_to(self, task: Task) -> Task:
-        """The task with this horizon and number of batches between decisions.
+        """Return the task with this horizon and interval between decisions.
 
-        By the clock `compute` and without a horizon, the decisions that fit into the
-        task's compute, if it says how much that is.
+        With the clock `compute` and no horizon, the task's compute sets the horizon.
         """
         given = {name: getattr(self, name) for name in ("horizon", "decision_every")}
         if self.horizon is None and self.clock == "compute" and task.compute:
@@ -148,34 +147,34 @@ class WorldSettings:
         return replace(task, **{k: v for k, v in given.items() if v is not None})
 
     def decisions_within(self, compute: float) -> int:
-        """Decisions of an episode of so much compute, by the clock `compute`."""
+        """Return the decisions within this compute, with the clock `compute`."""
         clock = Clock("compute", 1, self.first, self.ratio, self.stop)
         return clock.decisions_within(compute)
 
     def clock_of(self, task: Task) -> Clock:
-        """The moments of an episode of the task."""
+        """Return the clock of the task."""
         first = task.decision_every if self.clock == "batches" else self.first
         return Clock(self.clock, task.horizon, float(first), self.ratio, self.stop)
 
     def narrowed(self) -> dict[str, tuple[str, ...]]:
-        """The only choices of some heads."""
+        """Return the heads with restricted choices."""
         return {"op": OPS, "style": ("ADD",), **(AT_ONCE if self.at_once else {})}
 
     def seeds_per_place(self, task: Task) -> int:
-        """Seeds that each place of the task's host can hold."""
+        """Return the number of seeds per place of the task's host."""
         if self.slots is None:
             return self.seeds_per_slot
         places = len(task.host.slots)
         if self.slots % places:
             raise InvalidInputError(
-                f"world.slots is {self.slots}, but {task.host} has {places} places, "
-                "which share them evenly; give a multiple."
+                f"world.slots is {self.slots}, but {task.host} has {places} places; "
+                "use a multiple."
             )
         return self.slots // places
 
 
 def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
-    """Blueprints by name; widenings only."""
+    """Return widening blueprints by name."""
     known = {b.name: b for b in BLUEPRINTS if b.form is Form.WIDEN}
     for name in names:
         if name not in known:
@@ -184,20 +183,20 @@ def find_blueprints(names: tuple[str, ...]) -> tuple[Blueprint, ...]:
 
 
 def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
-    """A number or two as the range of a term; refuses what cannot be drawn from."""
+    """Return one or two numbers as the checked range of a term."""
     ends = tuple(term) if isinstance(term, tuple | list) else (term, term)
     least, words = TERMS[name]
     known = len(ends) == 2 and all(map(_is_number, ends))
-    if known and max(least, -LARGEST) <= ends[0] <= ends[1] <= LARGEST:
+    if known and max(least, -MAX_TERM) <= ends[0] <= ends[1] <= MAX_TERM:
         return float(ends[0]), float(ends[1])
     raise InvalidInputError(
         f"{name} must be a finite number{words} or a range (low, high) up to "
-        f"{LARGEST:g}; got {term!r:.99}."
+        f"{MAX_TERM:g}; got {term!r:.99}."
     )
 
 
 def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
-    """Refuse what is no whole number, or too small a one."""
+    """Raise an error unless `count` is an integer of at least `least`."""
     whole = isinstance(count, Integral) and not isinstance(count, bool)
     if not whole or count < least:
         raise InvalidInputError(
@@ -206,7 +205,7 @@ def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
 
 
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
-    """Refuse what is not one action per environment, whatever its values."""
+    """Check type, dtype and shape of actions."""
     if not isinstance(actions, Tensor):
         raise InvalidInputError(
             f"actions must be a tensor, got {type(actions).__name__}."

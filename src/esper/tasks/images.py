@@ -1,7 +1,7 @@
 """Kinds of tasks with small images, `[row, 1, side, side]`, for convolutional hosts.
 
-Pictures of one thing (a bar, blobs, a shape, a texture) at a random place under noise,
-and the digits of scikit-learn as images.
+Images of a bar, blobs, a shape or a texture at a random position with noise, and the
+digits of scikit-learn.
 """
 
 from collections.abc import Mapping
@@ -20,19 +20,19 @@ from esper.tasks.generated import (
     row_count,
     targets,
 )
-from esper.tasks.variants import table
+from esper.tasks.variants import table, with_classes
 
 SIDES: Final = (6, 12)
-"""Pixels of a side."""
-ROWS: Final = 3_000
-"""Images of a task, at most."""
+"""Range of the side length in pixels."""
+MAX_IMAGES: Final = 3_000
+"""Maximum number of images per task."""
 
 
 def _canvas(random: Random) -> tuple[int, int, Floats, Floats]:
-    """Rows, side, and the coordinates of the pixels from -1 to 1."""
+    """Row count, side, and pixel coordinates from -1 to 1."""
     side = int(random.integers(*SIDES, endpoint=True))
     place = np.linspace(-1, 1, side)
-    return min(row_count(random), ROWS), side, place[:, None], place[None, :]
+    return min(row_count(random), MAX_IMAGES), side, place[:, None], place[None, :]
 
 
 def _noisy(random: Random, images: Floats, most: float) -> Floats:
@@ -41,24 +41,21 @@ def _noisy(random: Random, images: Floats, most: float) -> Floats:
 
 
 def _column(values: NDArray[Any]) -> NDArray[Any]:
-    """Numbers of every image, to be combined with its pixels."""
+    """One value per image, shaped to broadcast over its pixels."""
     return values[:, None, None]
 
 
 def digit_images(random: Random) -> Data:
-    """Handwritten digits, some or all of them."""
+    """Some or all classes of the handwritten digits."""
     data = table("digits")
     classes = int(random.integers(4, 11))
-    chosen = random.permutation(10)[:classes]
-    number = np.full(10, -1)
-    number[chosen] = np.arange(classes)
-    labels = number[data.labels.numpy()]
-    x = data.features.numpy()[labels >= 0].reshape(-1, 8, 8).astype(np.float64)
-    return as_data(_noisy(random, x / x.std(), 0.6), labels[labels >= 0], classes)
+    pixels = data.features.double().numpy().reshape(-1, 8, 8)
+    x, labels = with_classes(random, pixels, data.labels.numpy(), 10, classes)
+    return as_data(_noisy(random, x / x.std(), 0.6), labels, classes)
 
 
 def _bars(random: Random, angle: Floats) -> Floats:
-    """Images of a bar under each angle."""
+    """Images of a bar at each angle."""
     _, _, high, wide = _canvas(random)
     shift = _column(random.uniform(-0.5, 0.5, len(angle)))
     across = _column(np.cos(angle)) * wide + _column(np.sin(angle)) * high - shift
@@ -67,23 +64,23 @@ def _bars(random: Random, angle: Floats) -> Floats:
 
 
 def bars(random: Random) -> Data:
-    """The direction of a bar."""
+    """Class: direction of a bar."""
     classes = int(random.integers(2, 9))
-    labels = random.integers(classes, size=min(row_count(random), ROWS))
+    labels = random.integers(classes, size=min(row_count(random), MAX_IMAGES))
     jitter = random.uniform(-0.25, 0.25, len(labels))
     images = _bars(random, np.pi * (labels + jitter) / classes)
     return classified(random, _noisy(random, images, 0.6), labels, classes)
 
 
 def bar_angles(random: Random) -> Data:
-    """The slope of a bar, as a target."""
-    angle = random.uniform(0, np.pi, min(row_count(random), ROWS))
+    """Target: slope of a bar."""
+    angle = random.uniform(0, np.pi, min(row_count(random), MAX_IMAGES))
     images = _bars(random, angle)
     return targets(random, _noisy(random, images, 0.4), np.cos(2 * angle))
 
 
 def blobs(random: Random) -> Data:
-    """How many blobs there are."""
+    """Class: number of blobs."""
     rows, _, high, wide = _canvas(random)
     classes = int(random.integers(2, 6))
     labels, size = random.integers(classes, size=rows), random.uniform(0.15, 0.3)
@@ -96,7 +93,7 @@ def blobs(random: Random) -> Data:
 
 
 def shapes(random: Random) -> Data:
-    """A disc, a square, a ring, a frame, a cross, a diagonal cross or a line."""
+    """Class: disc, square, ring, frame, cross, diagonal cross or line."""
     rows, side, high, wide = _canvas(random)
     y, x = (_column(random.uniform(-0.35, 0.35, rows)) for _ in range(2))
     radius, thin = _column(random.uniform(0.4, 0.65, rows)), 1.2 / side
@@ -120,7 +117,7 @@ def shapes(random: Random) -> Data:
 
 
 def textures(random: Random) -> Data:
-    """Which kernel white noise was filtered with."""
+    """Class: the kernel that filtered white noise."""
     rows, side, _, _ = _canvas(random)
     classes = int(random.integers(2, 6))
     kernels = random.standard_normal((classes, 3, 3))

@@ -1,13 +1,10 @@
-"""A task: data, the host that learns it, and the terms on which it learns.
+"""A task: data, the host that learns it, and training settings.
 
-A task is plain data and one function: a number goes in, three sets of rows come out.
-An episode is `horizon` decisions, with `decision_every` batches of training between
-them. The loss is the cross-entropy and the score the share of rows that are classified
-correctly; if the host has one output, the loss is the squared error and the score
+An episode has `horizon` decisions with `decision_every` training batches between them.
+The loss is cross-entropy and the score is accuracy. If the host has one output, the
+loss is the squared error and the score is
 
-    1 - (mean squared error) / (variance of the targets), at least 0,
-
-both over the rows that are scored.
+    max(0, 1 - (mean squared error) / (variance of the targets))
 """
 
 from collections.abc import Callable
@@ -22,13 +19,13 @@ from esper.tasks.hosts import CnnHost, Loss, MlpHost, loss_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be learnt, by what, and for how long."""
+    """Data, host and training settings."""
 
     name: str
     description: str
-    """A few words for a list of tasks."""
+    """A few words for the list of tasks."""
     data: Callable[[int], Splits]
-    """The rows that a number stands for; `splits` also checks them."""
+    """Function from a random seed to the rows; `splits` also checks them."""
     host: MlpHost | CnnHost
     batch: int = 64
     decision_every: int = 16
@@ -36,29 +33,31 @@ class Task:
     horizon: int = 30
     """Decisions of an episode."""
     compute: int | None = None
-    """Training compute of an episode by the clock `compute`, in batches of the starting
-    host; none: what the world's horizon makes."""
+    """Compute of an episode in batches of the initial host (clock `compute`); none: the
+    world's horizon decides."""
     learning_rate: float = 4e-3
     weight_decay: float = 0.01
     varied: bool = False
-    """Whether every environment is to have data of its own."""
+    """Whether each environment has its own data."""
     unit_host: MlpHost | CnnHost | None = None
-    """The starting host, in which size and compute are counted; none: the host."""
+    """The initial host, the unit of size and compute; none: the host."""
 
     def __post_init__(self) -> None:
-        """Refuse terms on which nothing can be learnt."""
+        """Check the types and ranges of the settings."""
         name = self.name
         if not isinstance(name, str) or not name:
-            raise InvalidInputError(f"expected a task's name; got {name!r}")
+            raise InvalidInputError(
+                f"a task name must be a non-empty string; got {name!r}."
+            )
         if not isinstance(self.host, MlpHost | CnnHost):
             raise InvalidInputError(
-                f"{name}: expected an MlpHost or a CnnHost; got "
-                f"{type(self.host).__name__}; hosts are declared, not built"
+                f"{name}: host must be an MlpHost or a CnnHost; got "
+                f"{type(self.host).__name__}."
             )
         if not callable(self.data):
             raise InvalidInputError(
-                f"{name}: expected data as a function of rng_seed; got "
-                f"{type(self.data).__name__}"
+                f"{name}: data must be a function of rng_seed; got "
+                f"{type(self.data).__name__}."
             )
         for word in ("batch", "decision_every", "horizon", "compute"):
             count = getattr(self, word)
@@ -66,52 +65,51 @@ class Task:
                 continue
             if not isinstance(count, int) or count < 1:
                 raise InvalidInputError(
-                    f"{name}: expected {word} as a whole number from 1; got {count!r}"
+                    f"{name}: {word} must be an integer of at least 1; got {count!r}."
                 )
         rate, decay = self.learning_rate, self.weight_decay
         if not (rate > 0 and isfinite(rate) and decay >= 0 and isfinite(decay)):
             raise InvalidInputError(
-                f"{name}: expected learning_rate > 0 and weight_decay >= 0, both "
-                f"finite; got {rate} and {decay}"
+                f"{name}: learning_rate must be > 0 and weight_decay >= 0, both "
+                f"finite; got {rate} and {decay}."
             )
 
     @property
     def unit(self) -> MlpHost | CnnHost:
-        """The host in which size and compute are counted."""
+        """The unit of size and compute."""
         return self.unit_host or self.host
 
     @property
     def classes(self) -> int:
-        """How many classes there are; 1: targets."""
+        """Number of classes; 1 means regression."""
         return self.host.num_outputs
 
     @property
     def loss(self) -> Loss:
-        """What is learnt: to classify the rows, or to predict their targets."""
+        """Kind of loss: classification or regression."""
         return loss_of(self.classes)
 
     def splits(self, rng_seed: int) -> Splits:
-        """The rows of this number, if they are what the host can learn from."""
+        """Return the rows of this seed after checking that they fit the host."""
         splits = self.data(rng_seed)
         if not isinstance(splits, Splits):
             raise InvalidInputError(
-                f"{self.name}: expected data to return Splits(train, val, test); "
-                f"got {type(splits).__name__}"
+                f"{self.name}: data must return Splits(train, val, test); got "
+                f"{type(splits).__name__}."
             )
         for word, part in zip(Splits._fields, splits, strict=True):
             shape = tuple(part.features.shape[1:])
             if shape != self.host.shape or part.classes != self.classes:
                 raise InvalidInputError(
-                    f"{self.name}: expected rows of shape {self.host.shape} in "
-                    f"{self.classes} classes, as {self.host} reads them; {word} has "
-                    f"{shape} in {part.classes}"
+                    f"{self.name}: {self.host} needs rows of shape {self.host.shape} "
+                    f"in {self.classes} classes; {word} has {shape} in {part.classes}."
                 )
             check_data(part)
         check_data(splits.train, batch=self.batch)
         return splits
 
     def summary(self) -> dict[str, Any]:
-        """The task in one row of a table."""
+        """Return the task as one row of a table."""
         return {
             "name": self.name,
             "description": self.description,

@@ -1,16 +1,13 @@
-r"""English for a character model: the help texts that come with Python.
+r"""English text for character models: Python's own help texts.
 
-Topics in the order of their names. A paragraph that has come before is left out:
-topics quote each other, and a test text that was trained on tests nothing. The
-alphabet is the newline and the 95 printable characters of ASCII, in the order of their
-codes; typographic signs become their plain forms, any other character `?`. The three
-stretches follow one another. Another version of Python has slightly other texts.
+Topics are sorted by name and repeated paragraphs are removed, so that no test text
+occurs in the training text. The alphabet is the newline and the 95 printable ASCII
+characters; any other character becomes `?`. Texts differ slightly between versions of
+Python.
 
-`characters` is the same as a table: which character comes after these twelve? Each is
-given as the seven bits of its ASCII code, lowest first, as -1 or +1: 84 numbers, which
-are not standardised. The class is one of the 31 most common characters of the stretch
-that trains, most common first, or the last class, any other. Windows of one stretch may
-overlap; those of two stretches do not.
+`characters` makes a table: predict the character after a window of twelve. Inputs are
+the bits of the ASCII codes as -1 or +1, not standardized. The class is one of the 31
+most common characters of the training text, or the last class for any other.
 """
 
 from collections.abc import Sequence
@@ -33,39 +30,36 @@ from esper.tasks.data import (
 )
 
 ALPHABET: Final = "\n" + "".join(map(chr, range(32, 127)))
-"""The character of each id."""
+"""Character of each id."""
 PLAIN: Final = str.maketrans(
     {"–": "-", "—": "--", "‘": "'", "’": "'", "“": '"', "”": '"', "…": "...", "\t": " "}
 )
 CONTEXT: Final = 12
-"""Characters that a row of `characters` shows."""
+"""Length of the windows of `characters`."""
 BITS: Final = 7
 CHARACTER_CLASSES: Final = 32
 COUNTS: Final = (40_000, 8_000, 8_000)
-"""Windows that train, that decide and that test."""
+"""Windows for training, validation and test."""
 
 Ids = Int64[Tensor, " char"]
 
 
 class Text(NamedTuple):
-    """Three disjoint stretches of one text, as ids of the alphabet."""
+    """Three consecutive parts of one text, as ids of the alphabet."""
 
     train: Ids
-    """What a model learns from."""
     val: Ids
-    """What decides whether and how it grows."""
     test: Ids
-    """What is looked at once, at the end."""
 
 
 def text(shares: Sequence[float] = SHARES) -> Text:
-    """The help texts of the Python that runs."""
+    """Return the help texts of the running Python."""
     try:
         topics: dict[str, str] = import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise InvalidInputError(
-            f"expected Python's help texts; got {error}; install Python's full "
-            f"standard library"
+            f"Python's help texts are missing: {error}; install Python's full "
+            "standard library."
         ) from error
     ids = encode(_without_repeats("".join(topics[name] for name in sorted(topics))))
     first, second = borders(len(ids), shares)
@@ -75,13 +69,8 @@ def text(shares: Sequence[float] = SHARES) -> Text:
 def windows(
     ids: Ids, *, count: int, length: int, generator: Generator
 ) -> tuple[Int64[Tensor, "window {length}"], Int64[Tensor, "window {length}"]]:
-    """Cut windows at random places: characters, and the character after each."""
+    """Draw random windows; return them and the next character at each position."""
     places = len(ids) - length
-    if count < 1 or length < 1 or places < 1:
-        raise InvalidInputError(
-            f"expected count and length to be at least 1 and length below the "
-            f"{len(ids)} characters; got count {count} and length {length}"
-        )
     start = torch.randint(
         places, (count, 1), generator=generator, device=generator.device
     ).to(ids.device)
@@ -90,19 +79,19 @@ def windows(
 
 
 def encode(characters: str) -> Ids:
-    """The id of each character, after typographic signs were made plain."""
+    """Return the id of each character; typographic signs become plain ones."""
     ids = {character: number for number, character in enumerate(ALPHABET)}
     plain = characters.translate(PLAIN)
     return torch.tensor([ids.get(c, ids["?"]) for c in plain], dtype=torch.int64)
 
 
 def decode(ids: Ids) -> str:
-    """The characters of ids."""
+    """Return the characters of ids."""
     return "".join(ALPHABET[number] for number in ids.tolist())
 
 
 def _without_repeats(characters: str) -> str:
-    """Each paragraph once, where it comes first; spacing does not make it another."""
+    """Remove repeated paragraphs, ignoring differences in spacing."""
     paragraphs: dict[tuple[str, ...], str] = {}
     for paragraph in characters.split("\n\n"):
         paragraphs.setdefault(tuple(paragraph.split()), paragraph)
@@ -115,7 +104,7 @@ def characters(
     *,
     source: Text | None = None,
 ) -> Splits:
-    """Draw windows of three disjoint stretches; each window comes once."""
+    """Draw distinct windows of the three parts."""
     source = source or text()
     classes = common(source.train)
     random = random_source(rng_seed, "characters")
@@ -124,14 +113,14 @@ def characters(
 
 
 def common(ids: Ids) -> Int64[Tensor, " alphabet"]:
-    """The class of each id of the alphabet: commonest first, the rest together."""
+    """Return the class of each id: most common first, the rest in one class."""
     counts = torch.bincount(ids, minlength=len(ALPHABET))
     rank = counts.argsort(descending=True, stable=True).argsort()
     return rank.clamp(max=CHARACTER_CLASSES - 1)
 
 
 def codes() -> Float[Tensor, "alphabet bit"]:
-    """The seven bits of each character of the alphabet, as -1 and +1."""
+    """Return the seven bits of each character as -1 and +1."""
     code = torch.tensor([ord(character) for character in ALPHABET])
     return 2.0 * (code[:, None] >> torch.arange(BITS) & 1) - 1
 
@@ -142,13 +131,8 @@ def _table(
     classes: Int64[Tensor, " alphabet"],
     random: np.random.Generator,
 ) -> Data:
-    """Windows at random places of one stretch."""
+    """Random windows of one part."""
     places = len(ids) - CONTEXT
-    if not 1 <= count <= places:
-        raise InvalidInputError(
-            f"expected a count of windows in 1..{max(places, 0)}, as the stretch has "
-            f"{len(ids)} characters; got {count}"
-        )
     start = torch.from_numpy(random.choice(places, count, replace=False))
     shown = ids[start[:, None] + torch.arange(CONTEXT)]
     features = codes()[shown].flatten(1)

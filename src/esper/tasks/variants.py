@@ -1,13 +1,14 @@
 """Kinds of tasks made of stored tables and of distorted curves.
 
-Tables: vowel, segment, phoneme, spambase and digits, as they are or with a part of
-their classes, columns or rows, with merged classes, wrong labels, noisy columns, or
-turned by a random rotation. Curves: MNIST-1D, never as it was published, but distorted
-in a way of their own. Data sets that controllers are judged on are not in here.
+Tables: vowel, segment, phoneme, spambase and digits, whole or with some of their
+classes, columns or rows, with merged classes, label noise, column noise or a random
+rotation. Curves: MNIST-1D with random distortions. The evaluation data sets are not
+used.
 """
 
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -27,16 +28,14 @@ from esper.tasks.generated import (
 from esper.tasks.mnist1d import Distortion, mnist1d
 
 SOURCES: Final = ("vowel", "segment", "phoneme", "spambase", "digits")
-"""Tables that tasks are made of."""
-MANY: Final = ("vowel", "segment", "digits")
-"""Those with more than two classes."""
-ROWS: Final = 5_000
-"""Rows of a task, at most."""
+MULTICLASS: Final = ("vowel", "segment", "digits")
+"""Tables with more than two classes."""
+MAX_TABLE_ROWS: Final = 5_000
 
 
 @cache
 def table(name: str) -> Data:
-    """The rows of a table, flat; columns of mixed units have a deviation of 1."""
+    """Return a table with flat rows; columns of mixed units have deviation 1."""
     if name == "digits":
         return digits().flat()
     data = stored(name)
@@ -44,15 +43,15 @@ def table(name: str) -> Data:
         return data
     deviation = data.features.double().std(dim=0).clamp(min=1e-6)
     scaled = (data.features / deviation).float()
-    return Data(name, scaled, data.labels, data.classes)
+    return replace(data, features=scaled)
 
 
 def _drawn(
     random: Random, sources: tuple[str, ...] = SOURCES
 ) -> tuple[Floats, Ints, int]:
-    """Rows, labels and classes of one of the tables, in random order."""
+    """Rows, labels and classes of a random table, in random order."""
     data = table(sources[random.integers(len(sources))])
-    chosen = random.permutation(len(data))[:ROWS]
+    chosen = random.permutation(len(data))[:MAX_TABLE_ROWS]
     return (
         data.features.double().numpy()[chosen],
         data.labels.numpy()[chosen],
@@ -60,30 +59,34 @@ def _drawn(
     )
 
 
-def _some_classes(
-    random: Random, x: Floats, labels: Ints, classes: int
-) -> tuple[Floats, Ints, int]:
-    """The rows of some classes, numbered anew."""
-    count = int(random.integers(2, classes))
+def with_classes(
+    random: Random, x: Floats, labels: Ints, classes: int, count: int
+) -> tuple[Floats, Ints]:
+    """Return the rows of `count` random classes and their new labels."""
     number = np.full(classes, -1)
     number[random.permutation(classes)[:count]] = np.arange(count)
     labels = number[labels]
-    return x[labels >= 0], labels[labels >= 0], count
+    return x[labels >= 0], labels[labels >= 0]
+
+
+def _some_classes(random: Random, x: Floats, labels: Ints, classes: int) -> Data:
+    count = int(random.integers(2, classes))
+    return as_data(*with_classes(random, x, labels, classes, count), count)
 
 
 def whole_table(random: Random) -> Data:
-    """A table as it is."""
+    """Return a whole table."""
     return as_data(*_drawn(random))
 
 
 def table_classes(random: Random) -> Data:
     """Some of the classes of a table."""
-    return as_data(*_some_classes(random, *_drawn(random, MANY)))
+    return _some_classes(random, *_drawn(random, MULTICLASS))
 
 
 def table_merged(random: Random) -> Data:
-    """The classes of a table, merged into two to four."""
-    x, labels, classes = _drawn(random, MANY)
+    """A table with classes merged into two to four."""
+    x, labels, classes = _drawn(random, MULTICLASS)
     count = int(random.integers(2, 5))
     return as_data(x, random.permutation(classes)[labels] % count, count)
 
@@ -109,7 +112,7 @@ def table_label_noise(random: Random) -> Data:
 
 
 def table_column_noise(random: Random) -> Data:
-    """A table with noise on its columns, and with columns of noise."""
+    """A table with noisy columns and extra columns of noise."""
     x, labels, classes = _drawn(random)
     deviation = x.std(0)
     x = x + random.uniform(0.2, 1.2) * deviation * random.standard_normal(x.shape)
@@ -119,13 +122,13 @@ def table_column_noise(random: Random) -> Data:
 
 
 def table_rotated(random: Random) -> Data:
-    """A table whose columns are mixed by a random rotation."""
+    """A table after a random rotation of its columns."""
     x, labels, classes = _drawn(random)
     return as_data(x @ rotation(random, x.shape[1]), labels, classes)
 
 
 def column_target(random: Random) -> Data:
-    """One column of a table, from the others."""
+    """Target: one column of a table, given the others."""
     x, _, _ = _drawn(random)
     spread = x.std(0)
     varied = np.flatnonzero(spread > np.median(spread) / 2)
@@ -133,8 +136,8 @@ def column_target(random: Random) -> Data:
     return targets(random, np.delete(x, column, axis=1), x[:, column])
 
 
-def _curves(random: Random, noise: tuple[float, float] = (0.01, 0.1)) -> Data:
-    """Curves that are distorted in a way of their own."""
+def curves(random: Random, noise: tuple[float, float] = (0.01, 0.1)) -> Data:
+    """Curves of ten shapes with random distortions."""
     how = Distortion(
         padding=(int(random.integers(24, 40)), int(random.integers(44, 64))),
         shifts=int(random.integers(8, 56)),
@@ -147,29 +150,19 @@ def _curves(random: Random, noise: tuple[float, float] = (0.01, 0.1)) -> Data:
     return mnist1d(number, log_uniform_int(random, 2_000, 5_000), distortion=how)
 
 
-def curves(random: Random) -> Data:
-    """Ten shapes of curves."""
-    return _curves(random)
-
-
 def curves_classes(random: Random) -> Data:
     """Some of the shapes."""
-    data = _curves(random)
-    given = data.features.double().numpy(), data.labels.numpy(), data.classes
-    return as_data(*_some_classes(random, *given))
+    data = curves(random)
+    x, labels = data.features.double().numpy(), data.labels.numpy()
+    return _some_classes(random, x, labels, data.classes)
 
 
 def curves_short(random: Random) -> Data:
-    """Curves at half or a quarter of their points, each the mean of its neighbours."""
-    data = _curves(random)
+    """Curves averaged over two or four neighbouring points."""
+    data = curves(random)
     each = (2, 4)[random.integers(2)]
     short = data.features.unflatten(1, (-1, each)).double().mean(dim=2)
-    return Data(data.name, short.float(), data.labels, data.classes)
-
-
-def curves_noisy(random: Random) -> Data:
-    """Curves under much noise."""
-    return _curves(random, (0.15, 0.4))
+    return replace(data, features=short.float())
 
 
 VARIANTS: Final[Mapping[str, Kind]] = {
@@ -185,5 +178,5 @@ VARIANTS: Final[Mapping[str, Kind]] = {
     "curves": curves,
     "curves-classes": curves_classes,
     "curves-short": curves_short,
-    "curves-noisy": curves_noisy,
+    "curves-noisy": partial(curves, noise=(0.15, 0.4)),
 }

@@ -1,24 +1,18 @@
-r"""An analytic growth world: two slots per host, all hosts one tensor program.
+r"""An analytic growth world with two slots per host and a known optimum.
 
     phi    = sum over slots of worth(life) * gain[blueprint]  -  rent * parameters
     reward = phi' - phi - damage
 
-The return is the last phi minus the first, minus the damage of choices that did not
-suit their slot. Damage is never observed and changes nothing else; hidden gains and the
-tempo of a training seed are not observed either. A step is a few table lookups
-(`slot_life`); an episode is decided by its instance, so the best return is known
-exactly. The horizon terminates; nothing is truncated.
+Damage comes from choices that do not suit their slot; it is not observed. A step is a
+few table lookups (`slot_tables`). Episodes terminate at the horizon.
 
 *Visible* instances show gains as promises. A quarter of the hosts punish all growth,
-and a slot may inherit a seed: good or harmful, at the right or the wrong alpha.
+and a slot may start with a seed, good or harmful.
 
-*Hidden* instances show no promise. One slot is fossilised; in the other a seed of the
-first large blueprint fades away, and while its alpha is not 0 its contribution shows
-whether that one is good here and the second bad, or the reverse. Nothing that can be
-done meanwhile, and nothing that is seen later, carries this over: only memory does. The
-small blueprint is safe and poor.
-
-Everything that adds up is drawn on a grid of powers of two, so sums are exact.
+*Hidden* instances show no promise. One slot is fossilized. In the other a seed of the
+first large blueprint fades away; until then its contribution shows which of the two
+large blueprints is good. Only a policy with memory can use this. The small blueprint is
+safe and poor. Values are multiples of powers of two, so sums are exact.
 """
 
 from collections.abc import Callable
@@ -42,7 +36,7 @@ from esper.contracts.world import (
     VectorWorld,
 )
 from esper.environment.settings import check_actions, check_count
-from esper.testing.slot_life import (
+from esper.testing.slot_tables import (
     EMPTY,
     LIFE,
     NATURES,
@@ -57,30 +51,30 @@ from esper.testing.slot_life import (
 HORIZON: Final = 12
 """Steps of every episode."""
 BARREN_SHARE: Final = 0.25
-"""Share of visible instances in which no gain is positive."""
+"""Fraction of visible instances without a positive gain."""
 INHERITED_SHARE: Final = 0.4
-"""Share of visible slots that start with a seed."""
+"""Fraction of visible slots that start with a seed."""
 SIZES: Final = ((6, 10), (12, 20), (24, 40))
-"""Parameters of each blueprint, in 64ths of the host's: least and most."""
+"""Range of the parameters of each blueprint, in 64ths of the host's."""
 SAFE, GOOD, BAD = 0.125, 0.5625, -0.25
-"""Gains in hidden instances: of the small blueprint, and of the two large ones."""
+"""Gains in hidden instances: small blueprint, good and bad large one."""
 WRONG_ALPHA_SHARE: Final = 0.75
-"""Share of inherited seeds whose alpha does not suit their slot."""
+"""Fraction of inherited seeds whose alpha does not suit their slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """What decides an episode, for many environments."""
+    """Parameters of the episodes of many environments."""
 
     hidden: Bool[Tensor, " env"]
-    """Whether gains are shown only by a contribution."""
+    """Whether only a contribution shows the gains."""
     gain: Float[Tensor, "env slot blueprint"]
-    """Score that a mature, fossilised seed at the best alpha adds."""
+    """Score of a mature, fossilized seed at the best alpha."""
     fits: Bool[Tensor, "env slot blueprint"]
     parameters: Float[Tensor, "env slot blueprint"]
     """Parameters as a multiple of the host's."""
     budget: Float[Tensor, " env"]
-    """Parameters that all seeds together may have."""
+    """Maximum parameters of all seeds together."""
     rent: Float[Tensor, " env"]
     """Score charged per parameter."""
     depth: Float[Tensor, "env slot"]
@@ -92,26 +86,26 @@ class Instances:
     gradient_share: Float[Tensor, "env slot"]
     """Above one half, full alpha is best; below, half."""
     life: Int64[Tensor, "env slot"]
-    """Life of each slot at the start."""
+    """Initial life of each slot."""
     blueprint: Int64[Tensor, "env slot"]
-    """Blueprint of each slot at the start; -1 when empty."""
+    """Initial blueprint of each slot; -1 if empty."""
     style: Int64[Tensor, "env slot"]
-    """Style of each slot at the start."""
+    """Initial style of each slot."""
     clock: Int64[Tensor, " env"]
-    """Steps of the horizon that have passed at the start; 0 in every drawn instance."""
+    """Steps before the start; 0 in every drawn instance."""
 
     def __len__(self) -> int:
-        """How many instances there are."""
+        """Return the number of instances."""
         return self.hidden.shape[0]
 
     @property
     def promise_known(self) -> Bool[Tensor, "env slot blueprint"]:
-        """Whether gains are shown."""
+        """Whether gains are observed."""
         return ~self.hidden.view(-1, 1, 1).expand_as(self.gain)
 
     @property
     def promise(self) -> Float[Tensor, "env slot blueprint"]:
-        """Gains as far as they are shown; 0 elsewhere."""
+        """Observed gains; 0 elsewhere."""
         return torch.where(self.promise_known, self.gain, 0.0)
 
     @property
@@ -122,19 +116,19 @@ class Instances:
 
     @property
     def wants_half(self) -> Int64[Tensor, "env slot"]:
-        """1 where alpha is best at one half."""
+        """1 where an alpha of one half is best."""
         return (self.gradient_share < 0.5).to(torch.int64)
 
     def select(self, index: Tensor) -> "Instances":
-        """The instances at an index or where a mask is set."""
+        """Return the instances at an index or mask."""
         return self._each(lambda _, mine: mine[index])
 
     def to(self, device: str) -> "Instances":
-        """The same instances on another device."""
+        """Return the instances on another device."""
         return self._each(lambda _, mine: mine.to(device))
 
     def replaced(self, where: Bool[Tensor, " env"], others: "Instances") -> "Instances":
-        """These instances, or the others where the mask is set."""
+        """Return these instances, or the others where the mask is set."""
 
         def pick(name: str, mine: Tensor) -> Tensor:
             mask = where.view(-1, *[1] * (mine.dim() - 1))
@@ -150,7 +144,7 @@ class Instances:
 def draw_instances(
     num: int, generator: Generator, hidden: Bool[Tensor, " env"]
 ) -> Instances:
-    """Draw so many instances on the CPU, hidden where asked."""
+    """Draw instances on the CPU, hidden where the mask is set."""
     visible = draw_visible(num, generator)
     if not hidden.any():
         return visible
@@ -158,7 +152,7 @@ def draw_instances(
 
 
 def draw_visible(num: int, generator: Generator) -> Instances:
-    """Instances that show everything the optimum uses."""
+    """Draw instances that show everything the optimum uses."""
     slots = SPEC.slots.max_slots
     pairs = (num, slots, len(SPEC.blueprints))
 
@@ -169,7 +163,7 @@ def draw_visible(num: int, generator: Generator) -> Instances:
         return torch.randint(low, high + 1, shape, generator=generator) / unit
 
     low = 0.1 + 0.3 * torch.rand(4, num, slots, generator=generator)
-    traits = low + 0.5 * coin(0.5, 4, num, slots)  # clearly on one side
+    traits = low + 0.5 * coin(0.5, 4, num, slots)  # far from one half
     barren = coin(BARREN_SHARE, num, 1, 1)
     gain = torch.where(barren, grid(-112, 0, 256, *pairs), grid(-80, 160, 256, *pairs))
     parameters = torch.stack([grid(*s, 64, num, slots) for s in SIZES], dim=2)
@@ -206,7 +200,7 @@ def draw_visible(num: int, generator: Generator) -> Instances:
 
 
 def hide(instances: Instances, generator: Generator) -> Instances:
-    """Hidden instances with the traits, sizes and rents of these."""
+    """Return hidden instances with the traits, sizes and rents of these."""
     num = len(instances)
     draws = torch.randint(2, (num, 5), generator=generator)
     usable, one_is_good, late, style, full = draws.unbind(1)
@@ -224,7 +218,7 @@ def hide(instances: Instances, generator: Generator) -> Instances:
         hidden=torch.ones(num, dtype=torch.bool),
         gain=gain,
         fits=torch.ones_like(instances.fits),
-        parameters=instances.parameters[:, :, [0, 1, 1]],  # neither is the cheaper bet
+        parameters=instances.parameters[:, :, [0, 1, 1]],  # equal costs
         budget=torch.full_like(instances.budget, 2.0),
         life=torch.where(here, fading.unsqueeze(1), kept[full].unsqueeze(1)),
         blueprint=here.long(),
@@ -233,7 +227,7 @@ def hide(instances: Instances, generator: Generator) -> Instances:
 
 
 def exchanged(instances: Instances) -> Instances:
-    """The same hidden instances with the good and the bad blueprint exchanged."""
+    """Return the instances with good and bad hidden blueprints exchanged."""
     swapped = instances.gain[:, :, [0, 2, 1]]
     gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)
     return replace(instances, gain=gain)
@@ -241,7 +235,7 @@ def exchanged(instances: Instances) -> Instances:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedState:
-    """State of every environment, and its phi."""
+    """State and phi of every environment."""
 
     instances: Instances
     life: Int64[Tensor, "env slot"]
@@ -252,14 +246,14 @@ class SimulatedState:
     added: Float[Tensor, " env"]
     budget_left: Float[Tensor, " env"]
     plantable: Bool[Tensor, "env slot blueprint"]
-    """What fits and can be afforded, whether or not the slot is empty."""
+    """What fits and is affordable, even if the slot is not empty."""
     phi: Float[Tensor, " env"]
 
     @classmethod
     def of(
         cls, instances: Instances, slots: tuple[Tensor, Tensor, Tensor], worth: Tensor
     ) -> "SimulatedState":
-        """Value and cost of slots with this life, blueprint and style."""
+        """Compute value and cost of slots with this life, blueprint and style."""
         life, blueprint, _ = slots
         planted, kind = blueprint >= 0, blueprint.clamp(min=0).unsqueeze(2)
         gain = instances.gain.gather(2, kind).squeeze(2)
@@ -286,7 +280,7 @@ class SimulatedState:
         progress: Float[Tensor, " env"],
         first: Bool[Tensor, " env"],
     ) -> Observation:
-        """The observation; nothing of the host's own training is simulated."""
+        """Return the observation; host training itself is not simulated."""
         instances, life = self.instances, self.life
         measured = tables.measured.take(life)
         zero = torch.zeros_like(instances.rent)
@@ -335,15 +329,15 @@ class SimulatedState:
 class SimulatedWorld(Stateful, VectorWorld):
     """Many analytic hosts that step together.
 
-    An illegal action is a WAIT and is flagged; heads that the op does not use are
+    An illegal action becomes WAIT and is flagged. Heads that the op does not use are
     ignored.
 
     Args:
-        num_envs: How many environments step together.
-        rng_seed: Decides all instances, one after the other.
-        hidden_share: Share of hidden instances: 0 none, 1 all.
-        device: Where the tensors live. Instances are drawn on the CPU, so a world is
-            the same on every device.
+        num_envs: Number of environments.
+        rng_seed: Seed of the instances.
+        hidden_share: Fraction of hidden instances.
+        device: Device of the tensors. Instances are drawn on the CPU, so they are the
+            same on every device.
     """
 
     STATE = ("_generator", "_state", "_clock")
@@ -377,10 +371,10 @@ class SimulatedWorld(Stateful, VectorWorld):
     def from_instances(
         cls, instances: Instances, *, device: str = "cpu"
     ) -> "SimulatedWorld":
-        """A world whose environment i plays instance i, again in every episode."""
+        """Create a world whose environment i plays instance i in every episode."""
         if (instances.clock >= HORIZON).any():
             raise InvalidInputError(
-                f"an instance must start before step {HORIZON}, got one that starts at "
+                f"instances must start before step {HORIZON}, got one that starts at "
                 f"{int(instances.clock.max())}."
             )
         world = cls(len(instances), device=device)
@@ -389,12 +383,12 @@ class SimulatedWorld(Stateful, VectorWorld):
 
     @property
     def instances(self) -> Instances:
-        """What decides the episodes that are being played."""
+        """Instances of the current episodes."""
         return self._current().instances
 
     @property
     def rest(self) -> Instances:
-        """What is left of the episodes, as instances that start here and now."""
+        """Rest of the current episodes, as instances that start now."""
         state = self._current()
         return replace(
             state.instances,
@@ -407,7 +401,7 @@ class SimulatedWorld(Stateful, VectorWorld):
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         instances = self._draw()
-        self._clock = instances.clock  # on the CPU: ends are known without a read
+        self._clock = instances.clock  # on the CPU: ends need no device read
         instances = instances.to(self._device)
         slots = (instances.life, instances.blueprint, instances.style)
         self._state = SimulatedState.of(instances, slots, self._tables.worth)
@@ -415,7 +409,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         return self._state.observe(self._tables, self._progress(), first)
 
     def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
-        """Act everywhere; ended environments start anew in the same step."""
+        """Act everywhere; ended environments reset in the same step."""
         before = self._current()
         check_actions(actions, self.num_envs)
         slots, damage, legal = self._act(before, actions)
@@ -447,7 +441,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         )
 
     def legal(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-        """Whether each environment could carry its action out now."""
+        """Return whether each action is legal now."""
         return self._act(self._current(), actions)[2]
 
     def _act(
@@ -455,7 +449,7 @@ class SimulatedWorld(Stateful, VectorWorld):
     ) -> tuple[
         tuple[Tensor, Tensor, Tensor], Float[Tensor, " env"], Bool[Tensor, " env"]
     ]:
-        """Slots one step later, the damage done on the way, and what was legal."""
+        """Slots after the step, damage, and whether the action was legal."""
         tables, known = self._tables, actions.clamp(self._zero, self._last)
         op, slot, planted, chosen_style = known[:, :4, None].unbind(1)
         code = (known * tables.strides).sum(dim=1, keepdim=True)
@@ -477,7 +471,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         return slots, damage.squeeze(1), legal.squeeze(1)
 
     def _draw(self) -> Instances:
-        """Instances for all environments, whether they are needed or not."""
+        """Instances for all environments."""
         if self._given is not None:
             return self._given
         drawn = torch.rand(self.num_envs, generator=self._generator)

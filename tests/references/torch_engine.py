@@ -1,22 +1,37 @@
-"""The engine in torch operations: for every device, and to be compared with.
+"""The cohort in torch operations: the slow twin of the compiled engine.
 
 Each network is read from its vector as whole layers; units that take no part are left
 out by selection, never by a zero factor: NaN times 0 is NaN.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64, Num
 from torch import Tensor
 
+from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
 from esper.environment.engine import B1, B2, EPS, REST1, REST2
 from esper.environment.network_layout import NetworkLayout
 from esper.tasks.hosts import CONV
 
-if TYPE_CHECKING:
-    from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
+
+class TorchCohort(Cohort):
+    """A cohort that trains and scores with autograd, network by network."""
+
+    def train(self, features, labels, picked, seeds, rates, steps=None):
+        """Train every host; see `Cohort.train`."""
+        self._check_rows(features, labels)
+        if steps is None:
+            steps = torch.full((self.envs,), picked.shape[1])
+        return train(self, features, labels, picked, steps, seeds, rates)
+
+    def score(self, features, labels, alpha, wanted=None):
+        """Score every host; see `Cohort.score`."""
+        self._check_rows(features, labels)
+        if wanted is None:
+            wanted = torch.full((self.envs,), labels.shape[1])
+        found = measure(self, features, labels, alpha.to(self.values.dtype), wanted)
+        return self._share(found, labels, wanted)
 
 
 def forward(
@@ -31,12 +46,10 @@ def forward(
         x = x.view(-1, own.inputs, own.high, own.wide)
     inputs = None
     for n, own in enumerate(layout.shapes):
-        weight, bias = (
-            torch.from_numpy(at).to(vector.device) for at in layout.indices(n)
-        )
+        weight, bias = map(torch.from_numpy, layout.indices(n))
         owners = torch.cat(
             [torch.full((part.units,), part.owner) for part in layout.axes[n]]
-        ).to(vector.device)
+        )
         used = scale[owners] > 0
         weight, bias = vector[weight[used]], vector[bias[used]]
         if inputs is not None:
@@ -63,23 +76,21 @@ def _loss(outputs: Float[Tensor, "row output"], y: Num[Tensor, " row"]) -> Tenso
 
 
 def train(
-    cohort: "Cohort",
+    cohort: Cohort,
     features: Float[Tensor, "_ example input"],
     labels: Num[Tensor, "_ example"],
     picked: Int64[Tensor, "env step row"],
     steps: Int64[Tensor, " env"],
-    seeds: "SeedSchedule",
+    seeds: SeedSchedule,
     rates: Float[Tensor, "env step"],
-) -> "TrainingResult":
+) -> TrainingResult:
     """Train every host on its minibatches; see `Cohort.train`."""
-    from esper.environment.cohort import TrainingResult
-
     losses = cohort.values.new_zeros(cohort.envs)
     shadow_losses = torch.zeros_like(losses)
     for env, count in enumerate(steps.tolist()):
         layout, mine, shadows = cohort.layouts[env], env % len(features), 0
         size = layout.parameters
-        number, out_owner, in_owner = _owners(layout, cohort.values.device)
+        number, out_owner, in_owner = _owners(layout)
         w, mean, square = (
             rows[env, :size] for rows in (cohort.values, cohort.mean, cohort.square)
         )
@@ -96,12 +107,12 @@ def train(
             if bool(young.any()):
                 scale = torch.where(young, 1.0, scale)
                 loss = _loss(forward(layout, vector, x, scale), y)
-                (beside,) = torch.autograd.grad(loss, vector)
+                (shadow,) = torch.autograd.grad(loss, vector)
                 shadow_losses[env] += loss.detach()
                 shadows += 1
                 learns = (scale[out_owner] > 0) & (scale[in_owner] > 0)
                 learns &= young[out_owner] | young[in_owner]
-                gradient = torch.where(learns, beside, gradient)
+                gradient = torch.where(learns, shadow, gradient)
                 move = move | learns
             clocks = cohort.clocks[env]
             clocks[number[move].unique()] += 1
@@ -116,7 +127,7 @@ def train(
 
 @torch.no_grad()
 def measure(
-    cohort: "Cohort",
+    cohort: Cohort,
     features: Float[Tensor, "_ example input"],
     labels: Num[Tensor, "_ example"],
     alpha: Float[Tensor, "env slot"],
@@ -141,14 +152,14 @@ def measure(
     return found
 
 
-def _owners(layout: NetworkLayout, device: torch.device) -> list[Tensor]:
+def _owners(layout: NetworkLayout) -> list[Tensor]:
     """Block of each parameter, and who owns its two ends."""
     found = torch.empty(3, layout.parameters, dtype=torch.int64)
     for number, block in enumerate(layout.blocks):
         at = slice(block["offset"], block["offset"] + block["length"])
         found[0, at] = number
         found[1, at], found[2, at] = int(block["out_owner"]), int(block["in_owner"])
-    return list(found.to(device))
+    return list(found)
 
 
 @torch.no_grad()

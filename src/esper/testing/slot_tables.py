@@ -1,14 +1,13 @@
-r"""The life of one simulated slot as tables: what can be, what follows, what it gives.
+r"""Transition and value tables of one simulated slot.
 
     DORMANT -> TRAINING (age 0..3) -> BLENDING (alpha climbs) -> HOLDING -> FOSSILIZED
        ^           \______________________\____________________\
-       +------------- one chain of four cooling steps, entered late by a prune
+       +------------- a chain of four cooling steps; a prune enters it late
 
-A *life* is all that the future of a seed depends on, apart from its blueprint; an
-*act* is all of an action that moves it. `passed` and `acted` are the rules; the
-tables are their closure, so a step of the world is a few lookups. Every number is a
-small multiple of a power of two: sums are exact in float32, and the optimum is met to
-the bit.
+A *life* is the state of a seed without its blueprint. An *act* is the part of an action
+that changes the life. `passed` and `acted` are the rules; the tables hold them for all
+reachable lives. Every number is a small multiple of a power of two, so sums are exact
+in float32.
 """
 
 from collections.abc import Iterator
@@ -41,16 +40,16 @@ SPEC: Final = ActionSpec(
         "alpha_curve": ("LINEAR", "SIGMOID"),
     },
 )
-"""The action space of the simulated world."""
+"""Action space of the simulated world."""
 
 MATURITY: Final = (0.0, 0.375, 0.75, 1.0)
-"""Share of its gain that a seed has learnt, by its age in TRAINING."""
+"""Learnt fraction of a seed's gain, by its age in TRAINING."""
 LEARNT: Final = 0.25
-"""Share of its gain that a mature seed is worth in TRAINING."""
+"""Worth of a mature seed in TRAINING, as a fraction of its gain."""
 UNFOSSILIZED: Final = 0.75
-"""Share of its gain that a mature seed at the best alpha is worth in HOLDING."""
+"""Worth of a mature seed at the best alpha in HOLDING."""
 LONGEST_FADE: Final = 4
-"""Cooling steps of an inherited seed; prunes enter the chain at 1 or 2 from its end."""
+"""Cooling steps of an inherited seed; a prune takes the last 1 or 2."""
 WRONG_STYLE: Final = 1 / 32
 """Damage of a style that does not suit the slot's depth."""
 WRONG_CURVE: Final = 1 / 32
@@ -61,33 +60,33 @@ HASTE: Final = 3 / 64
 
 @dataclass(frozen=True, slots=True)
 class SlotLife:
-    """Where a seed is in its life."""
+    """State of a seed without its blueprint."""
 
     stage: Stage
     age: int = 0
-    """Steps in the stage, as far as they matter; in COOLING the place in the chain."""
+    """Steps in the stage, clipped; in COOLING the position in the chain."""
     alpha: float = 0.0
     target: float = 0.0
     steps: int = 0
-    """Steps of the blend to come (TRAINING), until alpha or the slot has settled."""
+    """Steps until alpha or the slot has settled; in TRAINING, of the next blend."""
     maturity: float = 0.0
 
     @property
     def settled(self) -> bool:
-        """Whether alpha stands still."""
+        """Whether alpha is constant."""
         if self.stage is Stage.COOLING:
             return self.alpha == 0.0
         return self.steps == 0 or self.stage is Stage.TRAINING
 
     @property
     def measured(self) -> bool:
-        """Whether the contribution is observed: while a living seed has alpha."""
+        """Whether the contribution is observed."""
         return self.alpha > 0.0 and self.stage is not Stage.FOSSILIZED
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What of an action moves a slot; 0 where the op does not use the head."""
+    """Part of an action that changes a slot; 0 for heads that the op does not use."""
 
     op: Op
     tempo: int = 0
@@ -96,12 +95,12 @@ class Act:
 
     @property
     def hasty(self) -> bool:
-        """Whether alpha goes all the way in one step."""
+        """Whether alpha reaches its target in one step."""
         return self.tempo == 1 or self.speed == 1
 
 
 def passed(life: SlotLife) -> SlotLife:
-    """The life after one step in which nothing is done to it."""
+    """Return the life after one step without an act."""
     match life.stage:
         case Stage.TRAINING:
             return replace(life, age=min(life.age + 1, len(MATURITY) - 1))
@@ -112,17 +111,14 @@ def passed(life: SlotLife) -> SlotLife:
             moved = life.alpha + (life.target - life.alpha) / life.steps
             return replace(older, alpha=moved, steps=life.steps - 1)
         case Stage.COOLING:
-            return (
-                cooling(life.steps - 1)
-                if life.steps > 1
-                else SlotLife(SETTLES_TO[life.stage])
-            )
+            gone = SlotLife(SETTLES_TO[life.stage])
+            return cooling(life.steps - 1) if life.steps > 1 else gone
         case _:
             return life
 
 
 def acted(life: SlotLife, act: Act) -> SlotLife | None:
-    """The life after an act; None if the act is illegal."""
+    """Return the life after an act; None if the act is illegal."""
     if act.op is Op.WAIT:
         return passed(life)
     old_enough = life.age >= SPEC.slots.min_age
@@ -143,7 +139,7 @@ def acted(life: SlotLife, act: Act) -> SlotLife | None:
 
 
 def cooling(steps: int) -> SlotLife:
-    """A seed that leaves its slot after so many steps; alpha is 0 in the last two."""
+    """Return a seed that is removed after `steps`; alpha is 0 in the last two."""
     return SlotLife(
         Stage.COOLING,
         age=LONGEST_FADE - steps,
@@ -154,13 +150,13 @@ def cooling(steps: int) -> SlotLife:
 
 
 def mature(stage: Stage, alpha: float) -> SlotLife:
-    """A fully trained seed whose alpha stands still."""
+    """Return a fully trained seed with constant alpha."""
     age = 0 if stage is Stage.FOSSILIZED else SPEC.slots.min_age
     return SlotLife(stage, age=age, alpha=alpha, target=alpha, maturity=1.0)
 
 
 def worth(life: SlotLife, *, wants_half: bool) -> float:
-    """Share of its blueprint's gain that a seed is worth."""
+    """Return the worth of a seed, as a fraction of its blueprint's gain."""
     effect = life.alpha
     if wants_half:
         effect = 2 * life.alpha if life.alpha < 0.5 else 1.5 - life.alpha
@@ -174,12 +170,12 @@ def worth(life: SlotLife, *, wants_half: bool) -> float:
 
 
 def suiting_style(deep: bool) -> str:
-    """The style that does no damage."""
+    """Return the style that does no damage."""
     return "SCALE" if deep else "ADD"
 
 
 def suiting_curve(lively: bool) -> str:
-    """The curve that does no damage."""
+    """Return the curve that does no damage."""
     return "LINEAR" if lively else "SIGMOID"
 
 
@@ -191,7 +187,7 @@ def damage(
     fragile: bool,
     lively: bool,
 ) -> float:
-    """Lasting damage of choices that do not suit the slot; None does none."""
+    """Return the damage of choices that do not suit the slot."""
     return (
         WRONG_STYLE * (style is not None and style != suiting_style(deep))
         + WRONG_CURVE * (curve is not None and curve != suiting_curve(lively))
@@ -200,11 +196,11 @@ def damage(
 
 
 CODED: Final = ("op", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
-"""Heads that a code counts through: all but where and what to plant."""
+"""Heads that an action code enumerates: all but slot and blueprint."""
 
 
 def coded_actions() -> Iterator[tuple[Act, dict[str, str], bool]]:
-    """Act of every code in order, choices that its op uses, whether all are allowed."""
+    """Yield act, used choices, and whether all are allowed, for every code."""
     for choices in product(*(HEADS[HEAD[name]].choices for name in CODED)):
         op = Op[choices[0]]
         used = {
@@ -224,14 +220,14 @@ def coded_actions() -> Iterator[tuple[Act, dict[str, str], bool]]:
 
 
 def every_life(acts: tuple[Act, ...]) -> tuple[SlotLife, ...]:
-    """Every life that can be reached; DORMANT is the first."""
+    """Return every reachable life; DORMANT is the first."""
     found = [SlotLife(Stage.DORMANT), cooling(LONGEST_FADE)]
     found += [
         mature(stage, alpha)
         for stage in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
         for alpha in (0.5, 1.0)
     ]
-    for life in found:  # grows while it is read
+    for life in found:  # the loop appends to it
         for act in acts:
             after = acted(life, act)
             if after is not None and after not in found:
@@ -242,20 +238,20 @@ def every_life(acts: tuple[Act, ...]) -> tuple[SlotLife, ...]:
 ACTS: Final = tuple(
     dict.fromkeys(act for act, _, allowed in coded_actions() if allowed)
 )
-"""Every way to move a slot; WAIT is the first."""
+"""All acts; WAIT is the first."""
 NO_ACT: Final = len(ACTS)
-"""Stands for an act that no slot allows."""
+"""Index of an act that is always illegal."""
 LIVES: Final = every_life(ACTS)
 LIFE: Final = {life: index for index, life in enumerate(LIVES)}
-"""Where a life stands on the life axis."""
+"""Index of each life."""
 EMPTY: Final = LIFE[SlotLife(Stage.DORMANT)]
 NATURES: Final = tuple(product((False, True), repeat=3))
-"""What a slot may be: (deep, fragile, lively)."""
+"""Traits of a slot: (deep, fragile, lively)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """The rules as tensors; a two-axis table is flat, its last axis running fastest."""
+    """The rules as tensors; tables with two axes are flattened."""
 
     stage: Int64[Tensor, " life"]
     age: Int64[Tensor, " life"]
@@ -263,28 +259,28 @@ class SlotTables:
     target: Float[Tensor, " life"]
     settled: Bool[Tensor, " life"]
     measured: Bool[Tensor, " life"]
-    """Whether the contribution of a seed is seen."""
+    """Whether the contribution is observed."""
     worth: Float[Tensor, " life_half"]
-    """Share of the gain, by life and by whether the slot wants half."""
+    """Fraction of the gain, by life and whether the slot wants half."""
     following: Int64[Tensor, " life_act"]
-    """The next life; that of WAIT where the act is illegal. The last is `NO_ACT`."""
+    """Next life; that of WAIT if the act is illegal. The last act is `NO_ACT`."""
     legal: Bool[Tensor, " life_act"]
-    """Whether the slot's own life allows the act."""
+    """Whether the life allows the act."""
     act: Int64[Tensor, " code"]
-    """The act of a code; `NO_ACT` where a relevant head's choice is not allowed."""
+    """Act of a code; `NO_ACT` if a used choice is not allowed."""
     damage: Float[Tensor, " code_nature"]
-    """Damage of a code in a slot of each nature."""
+    """Damage of a code, by the traits of the slot."""
     strides: Int64[Tensor, " head"]
     """`(actions * strides).sum(-1)` is the code of an action."""
 
     def to(self, device: str) -> "SlotTables":
-        """The same tables on another device."""
+        """Return the tables on another device."""
         return SlotTables(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 @cache
 def slot_tables() -> SlotTables:
-    """Write the rules down, once."""
+    """Compute the tables, once."""
     after = [[*(acted(life, act) for act in ACTS), None] for life in LIVES]
     acts, damages = [], []
     for act, used, allowed in coded_actions():
