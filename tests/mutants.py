@@ -292,7 +292,7 @@ MUTANTS = (
     Mutant(
         "a broken weight stays in a grown model",
         "growth/safety.py",
-        "if not self._ranks.all_agree(all_finite(tensors, LARGEST)):",
+        "if not self._ranks.all_agree(all_finite(tensors, OVERFLOW_LIMIT)):",
         "if not tensors:",
         "tests/test_grower_faults.py",
     ),

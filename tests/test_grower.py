@@ -404,7 +404,7 @@ def test_seeds_tend_themselves_by_batches_up_to_holding():
     lives, alphas = [], []
     for batch in range(13):
         lives.append([model.stage(slot).name for slot in slots])
-        branches = [model.hooks_of(model.index(s)).branches for s in slots]
+        branches = [model.seeds.hooks_of(model.index(s)).branches for s in slots]
         alphas.append(
             [b[model.index(s)].alpha for b, s in zip(branches, slots, strict=True)]
         )

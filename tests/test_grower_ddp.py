@@ -53,7 +53,7 @@ def test_all_ranks_grow_the_network_that_one_process_grows(ranks, batches, tmp_p
             weight, alone["weights"][name], rtol=1e-9, atol=1e-9, msg=name
         )
     unwrapped, different, sharded, parallel = first["refused"]
-    assert "give the Grower the DistributedDataParallel model itself" in unwrapped
+    assert "Pass the DistributedDataParallel model itself" in unwrapped
     assert "the ranks hold different weights" in different
     assert "the host is sharded (FSDP)" in sharded
     assert "the host is wrapped in DataParallel" in parallel

@@ -223,7 +223,7 @@ def test_hosts_and_slots_that_cannot_be_grown_are_refused(make, slots, line):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"kind": torch.optim.LBFGS}, "use a first-order optimiser"),
+        ({"kind": torch.optim.LBFGS}, "Use a first-order optimiser"),
         ({"controller": "premise"}, "did you mean"),
         ({"mode": "best"}, "mode must be"),
         ({"blueprints": ["widen_9"]}, "did you mean"),

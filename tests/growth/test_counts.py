@@ -143,7 +143,7 @@ def test_an_export_with_seeds_that_nothing_could_load_is_not_saved(tmp_path):
     model = GrowingModel(Mlp(), ["fc2"], {"x": torch.randn(4, 6)})
     model.plant("fc2#0", "squeeze_excite", tempo="AT_ONCE")
     with pytest.raises(
-        InvalidInputError, match=r"not all seeds were merged; save .* esper\.save"
+        InvalidInputError, match=r"not all seeds were merged. Save .* esper\.save"
     ):
         esper.save(export(model), tmp_path / "net.safetensors")
     assert not [*tmp_path.iterdir()]

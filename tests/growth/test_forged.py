@@ -224,7 +224,7 @@ def test_what_the_table_does_not_hold_grows_in_memory_and_cannot_be_saved(tmp_pa
     line = "slot 'first->second#0' has a seed where the host calls 'torch.special.log"
     with pytest.raises(InvalidInputError, match=line) as one:
         esper.save(host, tmp_path / "net")
-    assert "let an nn.Module of the host call it" in str(one.value)
+    assert "Put the call into an nn.Module" in str(one.value)
     assert not [*tmp_path.iterdir()]
     state, whole = host.state_dict(), grower.state_dict()
     with pytest.raises(InvalidInputError, match="'first->second' calls 'torch"):

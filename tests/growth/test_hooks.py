@@ -99,7 +99,7 @@ def test_a_slot_across_two_checkpointed_segments_is_refused(reentrant):
     grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
     answer = checkpoint_sequential(host, 3, x.requires_grad_(), use_reentrant=reentrant)
     with pytest.raises(
-        InvalidStateError, match="'2' was computed again without '0'; put both"
+        InvalidStateError, match=r"'2' was computed again without '0'\. Put both"
     ):
         answer.sum().backward()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from esper.contracts.errors import InvalidInputError
 from esper.growth.measurements import (
-    MEMORY,
+    SLOPE_DECAY,
     MetricScorer,
     Track,
     host_states,
@@ -32,9 +32,9 @@ def test_a_track_is_what_a_loop_over_decisions_gives(seen):
         fall = 0.0 if math.isnan(first) else (now - known) / abs(known)
         if math.isnan(first) and math.isfinite(loss):
             first = loss
-        slope = MEMORY * slope + (1 - MEMORY) * fall
+        slope = SLOPE_DECAY * slope + (1 - SLOPE_DECAY) * fall
         gain = 0.0 if step == 0 else score - seen[step - 1][0]
-        rise = MEMORY * rise + (1 - MEMORY) * gain
+        rise = SLOPE_DECAY * rise + (1 - SLOPE_DECAY) * gain
         score32 = float(torch.tensor(score))
         if score32 > best:
             best, best_at = score32, step

@@ -1,4 +1,4 @@
-"""Verdicts on batches, snapshots, and what is rolled back, refused and removed."""
+"""Batch checks, snapshots, roll-backs and removed seeds."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from torch import nn, optim
 
 from esper.contracts.errors import InvalidInputError
 from esper.growth.safety import (
-    RENEWAL,
+    LIMITS_EVERY,
     WARM_UP,
     GovernorConfig,
     HealthMonitor,
@@ -68,7 +68,7 @@ class Plain:
             if self.limits and self.streak >= self.config.patience:
                 verdict = Verdict.DIVERGED
         self.batches += 1
-        if self.batches % RENEWAL == 0 and len(self.filled()) >= WARM_UP:
+        if self.batches % LIMITS_EVERY == 0 and len(self.filled()) >= WARM_UP:
             self.renew()
         return verdict
 
@@ -106,12 +106,12 @@ class Plain:
         return self.quartiles(0)[1] > limit + 0.5 * abs(self.first[0])
 
 
-def judged(batches, config=SMALL):
+def verdicts(batches, config=SMALL):
     """Verdicts on (loss, norm, finite), and after each whether all was unlearnt."""
     monitor = HealthMonitor(config)
     found = []
     for loss, norm, finite in batches:
-        verdict = monitor.judge(loss, norm, finite=finite)
+        verdict = monitor.check(loss, norm, finite=finite)
         found.append((verdict, monitor.has_unlearnt(monitor.medians()[0])))
     return found
 
@@ -129,7 +129,7 @@ BATCH = st.tuples(
 def test_verdicts_are_those_of_the_plain_rules(batches):
     plain = Plain(SMALL)
     wanted = [(plain.batch(*batch), plain.unlearnt()) for batch in batches]
-    assert judged(batches) == wanted
+    assert verdicts(batches) == wanted
 
 
 @pytest.mark.parametrize("kind", range(5))
@@ -151,7 +151,7 @@ def test_a_healthy_run_is_never_disturbed(kind):
     monitor = HealthMonitor(GovernorConfig())
     for step in range(batches):
         batch = float(loss[step]), float(norm[step])
-        assert monitor.judge(*batch, finite=True) is Verdict.HEALTHY
+        assert monitor.check(*batch, finite=True) is Verdict.HEALTHY
         if step % 100 == 99:
             assert not monitor.has_unlearnt(monitor.medians()[0])
 
@@ -167,8 +167,8 @@ def test_a_healthy_run_is_never_disturbed(kind):
 def test_a_refusal_names_the_limit_that_was_crossed(loss, norm, wanted):
     monitor = HealthMonitor(GovernorConfig())
     for _ in range(15):
-        monitor.judge(1.0, 1.0, finite=True)
-    verdict = monitor.judge(loss, norm, finite=True)  # limits are renewed after it
+        monitor.check(1.0, 1.0, finite=True)
+    verdict = monitor.check(loss, norm, finite=True)  # limits are renewed after it
     assert verdict is Verdict.SPIKE
     assert wanted in monitor.describe(verdict, loss, norm, finite=True)
 
@@ -187,9 +187,9 @@ def test_a_refusal_names_the_limit_that_was_crossed(loss, norm, wanted):
 def test_reasons_are_one_line_and_the_same_after_loading(batch, wanted):
     first, monitor = HealthMonitor(SMALL), HealthMonitor(SMALL)
     for value in [1.0] * 12 + [NAN]:
-        first.judge(value, 1.0, finite=True)
+        first.check(value, 1.0, finite=True)
     monitor.load_state_dict(saved := first.state_dict())
-    first.judge(7.0, 1.0, finite=True)  # on numbers of its own
+    first.check(7.0, 1.0, finite=True)  # on numbers of its own
     verdict, loss, norm, finite = batch
     reason = monitor.describe(verdict, loss, norm, finite=finite)
     assert wanted in reason
@@ -373,14 +373,14 @@ def test_batches_as_hard_as_the_first_ones_are_learnt_from():
         loss, norm = (2.0, 3.0) if batch < 8 else (1e-3, 1e-3)
         if batch % 40 == 39:
             loss, norm = 8.0, 12.0
-        assert monitor.judge(loss, norm, finite=True) is Verdict.HEALTHY
-    assert monitor.judge(2e3, 3.0, finite=True) is Verdict.SPIKE
+        assert monitor.check(loss, norm, finite=True) is Verdict.HEALTHY
+    assert monitor.check(2e3, 3.0, finite=True) is Verdict.SPIKE
 
 
 def test_spikes_that_come_back_become_usual_and_an_explosion_does_not():
     monitor = HealthMonitor(GovernorConfig())
     found = [
-        monitor.judge(1000.0 if batch % 10 == 9 else 1.0, 1.0, finite=True)
+        monitor.check(1000.0 if batch % 10 == 9 else 1.0, 1.0, finite=True)
         for batch in range(8, 108)
     ]
     assert found.count(Verdict.SPIKE) == 2
@@ -389,7 +389,7 @@ def test_spikes_that_come_back_become_usual_and_an_explosion_does_not():
     for batch in range(8, 108):
         bad = batch % 10 == 9
         loss = 1000.0 * 100.0 ** (batch // 10) if bad else 1.0
-        verdict = wild.judge(loss, 1.0, finite=True)
+        verdict = wild.check(loss, 1.0, finite=True)
         assert verdict is (Verdict.SPIKE if bad and batch > 9 else Verdict.HEALTHY)
 
 
@@ -401,17 +401,17 @@ def test_statistics_of_older_versions_are_loaded():
     assert monitor.rare == [0.0, 0.0]
 
 
-def test_a_loss_that_is_not_known_is_not_judged():
+def test_a_loss_that_is_not_known_is_ignored():
     """A warm-up without `grower.loss`: its batches are recorded without a loss."""
     monitor = HealthMonitor(SMALL)
     for _ in range(20):
-        assert monitor.judge(None, 1.0, finite=True) is Verdict.HEALTHY
+        assert monitor.check(None, 1.0, finite=True) is Verdict.HEALTHY
     assert math.isnan(monitor.medians()[0])
     assert not monitor.has_unlearnt(monitor.medians()[0])
     for _ in range(20):
-        assert monitor.judge(0.7, 1.0, finite=True) is Verdict.HEALTHY
-    assert monitor.judge(50.0, 1.0, finite=True) is Verdict.SPIKE
-    assert monitor.judge(None, 1e6, finite=True) is Verdict.SPIKE
+        assert monitor.check(0.7, 1.0, finite=True) is Verdict.HEALTHY
+    assert monitor.check(50.0, 1.0, finite=True) is Verdict.SPIKE
+    assert monitor.check(None, 1e6, finite=True) is Verdict.SPIKE
     assert "gradient norm" in monitor.describe(Verdict.SPIKE, None, 1e6, finite=True)
 
 

@@ -1,10 +1,9 @@
-"""The processes that train one network together, by `DistributedDataParallel`.
+"""Growing a network that is trained by `DistributedDataParallel`.
 
-All ranks must hold the same seeds and weights and take the same decisions. The host's
-gradients are reduced by its wrapper; those of seeds, which the wrapper does not know,
-are averaged here at the end of the same backward pass. Whatever a decision or a refusal
-depends on is agreed on first: the worst of all ranks, or what the first one says. With
-one process nothing is communicated.
+All ranks must hold the same seeds and weights and take the same decisions. The wrapper
+reduces the host's gradients; those of seeds, which it does not know, are averaged here
+at the end of the same backward pass. Decisions depend on values that all ranks share:
+the worst of all, or that of the first rank. One process communicates nothing.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from esper.growth.saving.saved_topology import NAME
 
 
 class DistributedContext:
-    """The ranks that a wrapper connects; this one alone without a wrapper."""
+    """The ranks of a `DistributedDataParallel` wrapper, or one rank without it."""
 
     def __init__(self, wrapper: DistributedDataParallel | None = None) -> None:
         self.wrapper = wrapper
@@ -35,7 +34,7 @@ class DistributedContext:
         self._reduced = False
 
     def worst(self, values: Tensor) -> Tensor:
-        """The largest of all ranks, number by number; what is none is infinite."""
+        """Elementwise maximum over all ranks; NaN counts as infinite."""
         if not self.many:
             return values
         values = torch.where(values.isnan(), torch.inf, values)
@@ -43,20 +42,20 @@ class DistributedContext:
         return values
 
     def all_agree(self, fine: bool) -> bool:
-        """Whether it is fine on every rank."""
+        """Whether `fine` is true on every rank."""
         if not self.many:
             return fine
         return not bool(self.worst(self._tensor([0.0 if fine else 1.0])))
 
     def mean(self, total: float, count: float) -> float:
-        """A mean over the ranks' totals."""
+        """Sum of totals over ranks, divided by the sum of counts."""
         pair = self._tensor([total, count])
         if self.many:
             dist.all_reduce(pair, dist.ReduceOp.SUM, self.group)
         return float(pair[0] / pair[1])
 
     def from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the tensors of the first."""
+        """Broadcast tensors from the first rank."""
         if not self.many:
             return
         source = dist.get_global_rank(self.group, 0)
@@ -67,9 +66,9 @@ class DistributedContext:
                 tensor.detach().copy_(held)
 
     def value_of_first(self, measure: Callable[[], float]) -> float:
-        """What the first rank measures; all ranks measure, since that may communicate.
+        """Value of the first rank; raises on all ranks if it raises there.
 
-        If it fails there, it fails everywhere.
+        All ranks call `measure`, since it may communicate.
         """
         if not self.many:
             return measure()
@@ -84,13 +83,13 @@ class DistributedContext:
             if self.is_first and problem is not None:
                 raise problem
             raise InvalidStateError(
-                "the metric failed on the first rank; see its error."
+                "the metric failed on the first rank. See the error of that rank."
             )
         return float(answer[1])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Passes through the wrapper in the block are this rank's own affair."""
+        """Do not synchronise passes through the wrapper in the block."""
         if self.wrapper is None:
             yield
             return
@@ -105,20 +104,20 @@ class DistributedContext:
                 setattr(self.wrapper, name, value)
 
     def reducing(self, loss: Tensor, seeds: nn.Module) -> Tensor:
-        """The same loss, whose backward also averages the gradients of seeds."""
+        """The same loss; its backward also averages the gradients of seeds."""
         if not self.many:
             return loss
 
         def reduce() -> None:
             assert self.wrapper is not None
-            if self.wrapper.require_backward_grad_sync:  # not while they accumulate
+            if self.wrapper.require_backward_grad_sync:  # not while accumulating
                 self._average(seeds)
 
         result: Tensor = _AfterBackward.apply(loss, reduce)  # type: ignore[no-untyped-call]
         return result
 
     def before_step(self, seeds: nn.Module) -> None:
-        """Average the gradients of seeds, unless a loss has done so."""
+        """Average the gradients of seeds unless `reducing` has done so."""
         if self.many and not self._reduced:
             self._average(seeds)
         self._reduced = False
@@ -128,7 +127,7 @@ class DistributedContext:
         self._reduced = True
         if not parameters:
             return
-        # A rank on which a seed had no gradient takes part with zeros.
+        # A rank without a gradient of a seed contributes zeros.
         given = [p.grad for p in parameters]
         double = any(p.dtype == torch.float64 for p in parameters)
         exact = torch.float64 if double else torch.float32
@@ -149,7 +148,7 @@ class DistributedContext:
         self.from_first(b for b in seeds.buffers() if b.is_floating_point())
 
     def refuse_different(self, model: nn.Module) -> None:
-        """Refuse to go on if the ranks hold other weights than each other."""
+        """Raise if the ranks hold different weights."""
         if not self.many:
             return
         mine = torch.tensor([digest(model)], device=self._device)
@@ -157,9 +156,9 @@ class DistributedContext:
         dist.all_gather(found, mine, self.group)
         if len({int(one) for one in found}) > 1:
             raise InvalidStateError(
-                "the ranks hold different weights; build the same model everywhere, "
-                "call the DistributedDataParallel model in the loss, and plant by "
-                "hand on all ranks."
+                "the ranks hold different weights. Build the same model on all ranks, "
+                "call the DistributedDataParallel model in the loss, and call plant() "
+                "on all ranks."
             )
 
     def _tensor(self, values: list[float]) -> Tensor:
@@ -174,7 +173,7 @@ class DistributedContext:
 
 
 def digest(model: nn.Module) -> int:
-    """A number that two models share if all their parameters are the same bits."""
+    """Hash of the names and bits of all parameters."""
     found = hashlib.blake2b(digest_size=7)
     for name, parameter in model.named_parameters():
         found.update(name.encode())
@@ -187,10 +186,7 @@ def unwrapped(
     model: Any,  # noqa: ANN401
     wrapper: DistributedDataParallel | None = None,
 ) -> tuple[nn.Module, DistributedContext]:
-    """A host that may be wrapped in `DistributedDataParallel`, and its ranks.
-
-    Or the host is a part of what the wrapper holds.
-    """
+    """Host and ranks of a model, which may be a wrapper or a part of its module."""
     if isinstance(model, DistributedDataParallel):
         model, wrapper = model.module, model
     ranks = DistributedContext(wrapper)
@@ -199,7 +195,7 @@ def unwrapped(
         here = dist.is_available() and dist.is_initialized()
         if here and dist.get_world_size() > 1:
             raise InvalidInputError(
-                f"{dist.get_world_size()} ranks train together; give the Grower the "
+                f"{dist.get_world_size()} ranks train together. Pass the "
                 "DistributedDataParallel model itself, so that all grow the same seeds."
             )
     elif ranks.many:
@@ -208,14 +204,14 @@ def unwrapped(
         known = {*named} - {*wrapper.parameters_to_ignore}
         if any(name.startswith(seeds) or f".{seeds}" in name for name in known):
             raise InvalidInputError(
-                "the network in DistributedDataParallel has seeds already; wrap the "
-                "plain host and load the state when the Grower is there."
+                "the network in DistributedDataParallel has seeds already. Wrap the "
+                "plain host and load the state after building the Grower."
             )
     return model, ranks
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity for a loss, which calls a function when its backward pass ends."""
+    """Identity of a loss that calls a function at the end of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, call: Callable[[], None]) -> Tensor:  # noqa: ANN401

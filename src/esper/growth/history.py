@@ -1,4 +1,4 @@
-"""The log of a growing model, decision by decision, and its summary on one page."""
+"""The log of decisions of a growing model, and its summary on one page."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,25 +12,24 @@ from esper.growth.blueprints.seed import Cost
 from esper.growth.model import GrowingModel
 from esper.growth.topology import Receipt
 
-SEEDS: Final = 16
-CHANGES: Final = 8
-"""Seeds and changes listed on one page."""
+MAX_SEEDS_LISTED: Final = 16
+MAX_CHANGES_LISTED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthDecision:
-    """One decision and what was known and done then."""
+    """One decision with its measurements and effects."""
 
     step: int
     metric: float
     loss: float
-    """Mean training loss since the decision before; NaN if `grower.loss` is unused."""
+    """Mean training loss since the last decision; NaN if `grower.loss` is unused."""
     action: str = ""
     """The controller's action, in words."""
     grew: bool = False
-    """Whether anything in the network's topology or blending changed."""
+    """Whether the topology or an alpha changed."""
     why_not: str = ""
-    """Why it did not plant, in words; empty if it did."""
+    """Why no seed was planted; empty if one was."""
     parameters: int = 0
     macs: int = 0
     receipts: tuple[Receipt, ...] = ()
@@ -51,13 +50,13 @@ class GrowthDecision:
 
 
 PLAIN: Final = TypeAdapter(list[GrowthDecision])
-"""Decisions as plain data, for saving, and back."""
+"""Converts decisions to plain data and back."""
 
 
 def summary(
     model: GrowingModel, history: Sequence[GrowthDecision], notes: Sequence[str] = ()
 ) -> str:
-    """One page: what grew, what it cost, and why nothing grew when nothing did."""
+    """One page: seeds, costs, changes, and why nothing was planted."""
     host, grown, active = model.analysis, model.count(), model.count(active=True)
     exported = model.count(exported=True)
     lines = [
@@ -86,38 +85,36 @@ def summary(
     changes = [decision for decision in history if decision.grew]
     if changes:
         lines += ["", "what changed:"]
-        for decision in changes[-CHANGES:]:
+        for decision in changes[-MAX_CHANGES_LISTED:]:
             lines.append(f"  {decision.step:>4}  {decision.action}")
             lines += [f"        {receipt}" for receipt in decision.receipts[:2]]
-        if len(changes) > CHANGES:
-            lines.append(f"  ({len(changes) - CHANGES} earlier ones are in history)")
+        if (earlier := len(changes) - MAX_CHANGES_LISTED) > 0:
+            lines.append(f"  ({earlier} earlier ones are in history)")
     reasons = Counter(decision.why_not for decision in history if decision.why_not)
     if reasons:
         lines += ["", "why nothing was planted:"]
         often = reasons.most_common(4)
         lines += [f"  {count:>4} x  {reason}" for reason, count in often]
-    troubles = [i for decision in history for i in decision.incidents]
-    if troubles:
-        lost = sum(not trouble.startswith("removed") for trouble in troubles)
+    incidents = [i for decision in history for i in decision.incidents]
+    if incidents:
+        lost = sum(not incident.startswith("removed") for incident in incidents)
         lines += ["", f"what was refused ({lost} batches in all, the last ones here):"]
-        lines += [f"  {trouble}" for trouble in troubles[-4:]]
+        lines += [f"  {incident}" for incident in incidents[-4:]]
     lines += [f"\nnote: {note}" for note in notes]
     return "\n".join(lines)
 
 
 def _seeds(model: GrowingModel) -> list[str]:
-    """One line for every seed."""
-    states = model.states
     wide = max(map(len, model.slots))
     lines = []
     for slot, name in enumerate(model.slots):
         stage = model.stage(name)
         if stage is not Stage.DORMANT:
-            kind = model.spec.blueprints[int(states.blueprint[0, slot])].name
-            alpha = float(states.alpha[0, slot])
+            kind = model.seeds.blueprint_of(slot).name
+            alpha = float(model.states.alpha[0, slot])
             lines.append(
                 f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"
             )
-    if len(lines) > SEEDS:
-        lines[SEEDS:] = [f"  ({len(lines) - SEEDS} more)"]
+    if (more := len(lines) - MAX_SEEDS_LISTED) > 0:
+        lines[MAX_SEEDS_LISTED:] = [f"  ({more} more)"]
     return lines or ["  no seed is planted"]

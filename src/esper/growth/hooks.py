@@ -1,21 +1,12 @@
-"""Where seeds attach to a host, and training seeds in a pass of their own.
-
-Two hooks per place: the inlet's keeps the tensor that the seeds read, the outlet's adds
-their outputs to the tensor there. They are on the host while the place has seeds. A
-host whose parts are called one by one must call both in turn; other orders are refused.
-New units of neighbouring places feed each other, times the first one's alpha; a seed
-that is not active in a pass feeds nobody in it.
-What a seed raises is raised, unless a Grower follows the host and removes the seed: it
-is skipped from then on and recorded in `Flow.failed`. What a pass keeps between inlet
-and outlet is kept by thread, so several threads may evaluate.
+"""Forward hooks that run the seeds of a host, and shadow passes that train seeds.
 
     ADD     z + alpha * s
     SCALE   z * (1 + alpha * s)
 
-both are the identity at s = 0. In a shadow pass, before the host's own, the same loss
-is computed with the training seeds at alpha 1, the host frozen and on copies of its
-buffers, and random state restored: a host with a training seed equals the host without
-it to the bit.
+The hook of the inlet keeps the tensor that seeds read, the hook of the outlet adds
+their outputs. A host called in parts must call inlet and outlet in turn; other orders
+raise. In a shadow pass the loss is computed with training seeds at alpha 1 and the host
+frozen; buffers and random state are restored, so the host's own training is unchanged.
 """
 
 import sys
@@ -43,7 +34,7 @@ from esper.growth.blueprints.seed import FormSeed
 ADD: Final = 0
 SCALE: Final = 1
 MARK: Final = "_esper_flow"
-"""Where a module says whose outlet it is."""
+"""Attribute of an outlet module that holds the `Flow` of its seeds."""
 
 Change = Callable[[], None]
 
@@ -56,31 +47,31 @@ class Branch:
     alpha: float = 0.0
     style: int = ADD
     shadow: bool = True
-    """Whether the seed is in TRAINING: active in shadow passes only."""
+    """Whether the seed is in TRAINING, so active in shadow passes only."""
 
 
 class TopologyListener:
-    """What must follow when a state is loaded into a host; here nothing."""
+    """Callbacks for changes of a host's topology; this base class only applies them."""
 
     removes_failed = False
     """Whether seeds whose code raises are removed and reported."""
 
     def follow(self, change: Change) -> None:
-        """Carry out a change of topology, the optimiser included."""
+        """Apply a change of topology."""
         change()
 
     def loaded(self) -> None:
-        """The weights have been loaded too."""
+        """Called after a state was loaded into the host."""
 
     def give_up(self, successor: "TopologyListener") -> None:
-        """Another one follows the host from now on."""
+        """Called when another listener takes over the host."""
 
 
 @dataclass(slots=True)
 class Flow:
-    """How the next pass through a host treats its seeds; shared by all places.
+    """Settings of the next forward pass, shared by all places of a host.
 
-    Other settings than the usual ones hold in the thread that has made them.
+    `shadow`, `left_out` and `tried` hold in one thread only.
     """
 
     shadow: bool = False
@@ -90,29 +81,29 @@ class Flow:
     tried: int | None = None
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Slots whose seeds raised, and how: they are inactive."""
+    """Slots whose seeds raised, and the reason; these are inactive."""
     listener: "ref[TopologyListener] | None" = None
-    """What follows changes of the host, such as a Grower; no copy has one."""
+    """Follows changes of the host, such as a Grower; copies have none."""
     ran: bool = False
-    """Whether a place with seeds was passed since this was last cleared."""
+    """Whether any seed hook ran since this was last cleared."""
     thread: int = 0
-    """The thread whose passes are not the usual ones."""
+    """The thread in which `using` holds."""
     changes: int = 0
-    """How often a seed has come or left, begun or ended to train."""
+    """Number of seeds that were added or removed, or began or ended training."""
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """For copies and pickles, which nothing follows."""
+        """State for copies and pickles, without the listener."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         return None, state | {"listener": None}
 
     @property
     def following(self) -> "TopologyListener":
-        """What follows changes, if it still exists; else nothing does."""
+        """The listener if it still exists, else one that does nothing."""
         return (self.listener() if self.listener else None) or TopologyListener()
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
-        """Other settings for this thread's passes in the block."""
+        """Set fields for this thread's passes in the block."""
         changes["thread"] = get_ident()
         before = {name: getattr(self, name) for name in changes}
         for name, value in changes.items():
@@ -126,18 +117,15 @@ class Flow:
 
 @dataclass(slots=True)
 class Hook:
-    """A hook that is on a module only while it is needed.
-
-    A module with any hook takes a slower path through torch, which a small host feels.
-    """
+    """A hook that can be switched off: any hook makes calls of a module slower."""
 
     handle: RemovableHandle
     held: dict[int, Callable[..., Any]]
-    """All hooks of its kind on the module, by the order in which they were made."""
+    """All hooks of this kind on the module, in order of registration."""
     call: Callable[..., Any]
 
     def switch(self, *, on: bool) -> None:
-        """Be called or not, in the order in which the module was given its hooks."""
+        """Switch the hook on or off; its position among other hooks stays."""
         key = self.handle.id
         if on and key not in self.held:
             younger = [*takewhile(lambda other: other > key, reversed(self.held))]
@@ -155,19 +143,18 @@ class SlotHooks:
     place: InsertionPoint
     flow: Flow
     below: list["SlotHooks"] = field(default_factory=list)
-    """Places that begin with the layer where this one ends: units feed units there."""
+    """Places whose inlet is this one's outlet: units of seeds feed units there."""
     above: dict[int, dict[int, tuple[FormSeed, Tensor]]] = field(default_factory=dict)
-    """Units of the seeds before, by thread and slot, in its present pass, times alpha.
-    """
+    """Units of the seeds above times alpha in the current pass, by thread and slot."""
     _inputs: dict[int, Tensor] = field(default_factory=dict)
-    """What the inlet was given, by thread."""
+    """Input of the inlet, by thread."""
     _mixed: set[int] = field(default_factory=set)
-    """Threads in which the inlet was called again before the outlet."""
+    """Threads in which the inlet was called twice before the outlet."""
     _branches: dict[int, Branch] = field(default_factory=dict)
     _hooks: list["Hook"] = field(default_factory=list)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """For copies: without the tensors that a failed pass has left."""
+        """State for copies, without tensors that a failed pass left."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
         return None, state | {"_inputs": {}, "_mixed": set(), "above": {}}
 
@@ -180,8 +167,8 @@ class SlotHooks:
     def branches(self, branches: Mapping[int, Branch]) -> None:
         on = bool(branches)
         if on is not bool(self._branches) and "torch._dynamo" in sys.modules:
-            # Code that was compiled for one layer serves others of its kind, whatever
-            # their hooks (BERT's blocks), unless guards for hooks are asked for.
+            # By default torch reuses code compiled for one layer for others of its
+            # class that have other hooks.
             torch._dynamo.config.skip_nnmodule_hook_guards = False
             torch.compiler.reset()
         self._branches = dict(sorted(branches.items()))
@@ -190,12 +177,12 @@ class SlotHooks:
             hook.switch(on=on)
 
     def attach(self, host: nn.Module) -> None:
-        """Take a place on the host; the hooks come with the first seed."""
+        """Register the hooks; they are switched on with the first seed."""
         outlet, place = self.place.outlet, self.place
         other = outlet.__dict__.get(MARK)
         if other is not None and other is not self.flow:
             raise InvalidInputError(
-                f"{place.site.outlet!r} has slots of another Grower; call its "
+                f"{place.site.outlet!r} has slots of another Grower. Call its "
                 "detach() first."
             )
         outlet.__dict__[MARK] = self.flow
@@ -209,7 +196,7 @@ class SlotHooks:
         self.branches = self._branches
 
     def detach(self) -> None:
-        """Take the hooks off the host."""
+        """Remove the hooks from the host."""
         for hook in self._hooks:
             hook.handle.remove()
         self._hooks.clear()
@@ -218,13 +205,13 @@ class SlotHooks:
         self.clear()
 
     def clear(self) -> None:
-        """Drop what a pass that did not reach the outlet has left."""
+        """Drop tensors of a pass that did not reach the outlet."""
         self._inputs.clear()
         self._mixed.clear()
         self.above.clear()
 
     def begin(self, *_: object) -> None:
-        """Drop what a call of a part of the host, or one that failed, has left."""
+        """Drop this thread's input of an earlier partial or failed call."""
         self._inputs.pop(get_ident(), None)
         self._mixed.discard(get_ident())
 
@@ -256,7 +243,7 @@ class SlotHooks:
                 delta = self._run(slot, branch.seed, alpha, inputs, output)
             except _StopRecomputationError:  # how gradient checkpointing ends
                 raise
-            except Exception as error:  # a seed is code of others
+            except Exception as error:  # a seed may be the user's code
                 self._refuse_another_batch(inputs, output)
                 if not self.flow.following.removes_failed:
                     raise
@@ -267,29 +254,29 @@ class SlotHooks:
         return result
 
     def _refuse_order(self, inputs: Tensor | None) -> None:
-        """Refuse an outlet whose inlet was not called, or called more than once."""
+        """Raise if the inlet was not called exactly once before the outlet."""
         if not any(self._alpha(slot, branch) for slot, branch in self.branches.items()):
             return
         inlet, outlet = repr(self.place.site.inlet), repr(self.place.site.outlet)
         if inputs is not None:
             what = (
                 f"{inlet} was called twice before {outlet}, and a seed between them "
-                f"needs one input; call {outlet} after each, or the whole host."
+                f"needs one input. Call {outlet} after each, or the whole host."
             )
         elif _is_backward():
             what = (
-                f"{outlet} was computed again without {inlet}; put both into one "
+                f"{outlet} was computed again without {inlet}. Put both into one "
                 "checkpointed segment."
             )
         else:
             what = (
-                f"{outlet} was called without {inlet}, whose input a seed reads; call "
+                f"{outlet} was called without {inlet}, whose input a seed reads. Call "
                 "both in turn, or the whole host."
             )
         raise InvalidStateError(what)
 
     def _refuse_another_batch(self, inputs: Tensor, output: Tensor) -> None:
-        """Refuse an inlet and an outlet that cannot be of one batch."""
+        """Raise if input and output cannot be of one batch."""
         at = self.place.geometry
         sides = (at.inlet_shape, at.inlet_layout), (at.outlet_shape, at.outlet_layout)
         alike = len({_positions(*side) for side in sides}) == 1
@@ -299,16 +286,16 @@ class SlotHooks:
             site = self.place.site
             raise InvalidStateError(
                 f"{site.inlet!r} was given {[*inputs.shape]} and {site.outlet!r} gave "
-                f"{[*output.shape]}, which are two batches; call both in turn, or the "
+                f"{[*output.shape]}, which are two batches. Call both in turn, or the "
                 "whole host."
             )
 
     def _run(
         self, slot: int, seed: nn.Module, alpha: float, inputs: Tensor, output: Tensor
     ) -> Tensor:
-        """What a seed gives, times alpha; its units feed the places below."""
+        """Output of a seed times alpha; its units feed the places below."""
         at, units = self.place.geometry, list[Tensor]()
-        # In an export other seeds may have widened what this one reads and writes.
+        # In an export, other seeds may have widened the inlet or the outlet.
         axis = -1 - at.inlet_layout.axes_behind
         if inputs.shape[axis] > at.inlet_width:
             inputs = inputs.narrow(axis, 0, at.inlet_width)
@@ -326,7 +313,7 @@ class SlotHooks:
         more = output.shape[-1 - behind] - at.outlet_width
         if more:
             delta = F.pad(delta, (0, 0) * behind + (0, more))
-        if delta.shape != output.shape:  # never broadcast by accident
+        if delta.shape != output.shape:  # no silent broadcasting
             raise ValueError(f"it gave {[*delta.shape]} for {[*output.shape]}")
         return delta if alpha == 1.0 else alpha * delta
 
@@ -343,13 +330,13 @@ class SlotHooks:
 
 
 def _positions(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """A shape without its channels."""
+    """Shape without the channel axis."""
     axis = len(shape) - 1 - layout.axes_behind
     return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _is_backward() -> bool:
-    """Whether this is a pass of gradient checkpointing, which computes parts again."""
+    """Whether gradient checkpointing recomputes a part during the backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -360,9 +347,9 @@ def shadow_gradients(
     learning: Sequence[nn.Parameter],
     frozen: Sequence[nn.Module] | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss with the training seeds at alpha 1, and its gradients to `learning`.
+    """Loss with the training seeds at alpha 1, and its gradients to `learning`.
 
-    Nothing else changes in the modules that are `frozen`, or in any if that is None.
+    No other tensor of the `frozen` modules (None: all of `model`) changes.
     """
     modules = [*model.modules()] if frozen is None else frozen
     mine = {id(p) for p in learning}
@@ -381,7 +368,7 @@ def shadow_gradients(
     ):
         loss = closure()
         found: Sequence[Tensor | None] = [None] * len(learning)
-        if loss.requires_grad:  # not if the host left the seeds' places out
+        if loss.requires_grad:  # not if the host skipped all places with seeds
             found = torch.autograd.grad(loss, [*learning], allow_unused=True)
     gradients = tuple(
         torch.zeros_like(p) if g is None else g
@@ -393,10 +380,7 @@ def shadow_gradients(
 def attach_gradients(
     loss: Tensor, learning: Sequence[nn.Parameter], gradients: Sequence[Tensor]
 ) -> Tensor:
-    """The same loss, whose backward also gives these gradients to `learning`.
-
-    They are scaled as the user scales the loss.
-    """
+    """The same loss; its backward also gives the scaled gradients to `learning`."""
     attached: Tensor = _AttachGradients.apply(  # type: ignore[no-untyped-call]
         loss, len(learning), *learning, *gradients
     )
@@ -415,7 +399,7 @@ def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _AttachGradients(torch.autograd.Function):
-    """The identity for a loss, with precomputed gradients for other inputs."""
+    """Identity of a loss, with precomputed gradients for other inputs."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: int, *rest: Tensor) -> Tensor:  # noqa: ANN401

@@ -1,10 +1,8 @@
-"""The lifecycle of every seed of every host: pure functions over `[env, slot]` records.
+"""The lifecycle of seeds as pure functions over `[env, slot]` tensors.
 
-`act` carries out one action per host by the table of transitions; after it seeds tend
-themselves. `after` lets batches pass: a seed trains and blends for the ticks of its
-tempo, up to HOLDING, alphas move along their curves, and a seed that has faded out
-leaves its slot. A tick is a number of batches. A single model is the same code with one
-environment.
+`act` applies one action per environment by the table of transitions. `after` advances
+time: a seed trains and blends for the ticks of its tempo, up to HOLDING; alphas follow
+their curves; a faded seed leaves its slot. A tick is a number of batches.
 """
 
 from collections.abc import Callable
@@ -22,21 +20,21 @@ from esper.contracts.stages import LEGAL, NEXT_STAGE, SETTLES_TO, Stage
 Record = TypeVar("Record")
 LEAVING: Final = torch.tensor([*SETTLES_TO])
 """Stages that end in an empty slot once alpha has settled."""
-STEEPNESS: Final = 6.0
-"""The sigmoid runs over plus and minus this."""
+SIGMOID_RANGE: Final = 6.0
+"""The sigmoid curve runs from minus to plus this."""
 
 
-def _sigmoid(share: Tensor) -> Tensor:
-    low, high = (torch.sigmoid(share.new_tensor(end * STEEPNESS)) for end in (-1, 1))
-    return (torch.sigmoid(STEEPNESS * (2 * share - 1)) - low) / (high - low)
+def _sigmoid(time: Tensor) -> Tensor:
+    low, high = (torch.sigmoid(time.new_tensor(x * SIGMOID_RANGE)) for x in (-1, 1))
+    return (torch.sigmoid(SIGMOID_RANGE * (2 * time - 1)) - low) / (high - low)
 
 
 CURVES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "LINEAR": lambda share: share,
-    "COSINE": lambda share: (1 - torch.cos(pi * share)) / 2,
+    "LINEAR": lambda time: time,
+    "COSINE": lambda time: (1 - torch.cos(pi * time)) / 2,
     "SIGMOID": _sigmoid,
 }
-"""Share of the distance by share of the time, in the order of `alpha_curve`."""
+"""Fraction of the distance by fraction of the time, in the order of `alpha_curve`."""
 
 
 def alpha_at(
@@ -47,21 +45,21 @@ def alpha_at(
     curve: Int64[Tensor, "*seed"],
 ) -> Float[Tensor, "*moment"]:
     """Alpha after `moved` of `length` batches; monotone, and exact at both ends."""
-    share = (moved / length.clamp(min=1)).clamp(max=1.0).to(start.dtype)
-    curves = torch.stack([function(share) for function in CURVES.values()])
-    done = curves.gather(0, curve.expand(share.shape).unsqueeze(0)).squeeze(0)
+    time = (moved / length.clamp(min=1)).clamp(max=1.0).to(start.dtype)
+    curves = torch.stack([function(time) for function in CURVES.values()])
+    done = curves.gather(0, curve.expand(time.shape).unsqueeze(0)).squeeze(0)
     return torch.where(moved >= length, end, start + (end - start) * done)
 
 
-MEANINGS: Final = {
+CHOICE_VALUES: Final = {
     head.name: torch.tensor([*head.choices.values()]) for head in HEADS if head.choices
 }
-"""Each head's choices as numbers."""
+"""Values of each head's choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedStates:
-    """All that the future of seeds depends on, besides their weights."""
+    """State of all slots, without the weights of seeds."""
 
     stage: Int64[Tensor, "env slot"]
     age: Int64[Tensor, "env slot"]
@@ -70,27 +68,27 @@ class SeedStates:
     """Index into the run's blueprints; -1 when empty."""
     style: Int64[Tensor, "env slot"]
     tempo: Int64[Tensor, "env slot"]
-    """Ticks that training takes, and the blend after it."""
+    """Ticks of training, and of blending."""
     alpha: Float[Tensor, "env slot"]
     alpha_from: Float[Tensor, "env slot"]
-    """Where the present move began."""
+    """Alpha at the start of its current move."""
     alpha_target: Float[Tensor, "env slot"]
     moved: Int64[Tensor, "env slot"]
-    """Batches of training, or of the present move of alpha, that have passed."""
+    """Batches since training or the current move of alpha began."""
     length: Int64[Tensor, "env slot"]
-    """Batches that it takes."""
+    """Batches that it takes in all."""
     curve: Int64[Tensor, "env slot"]
 
     @property
     def settled(self) -> Bool[Tensor, "env slot"]:
-        """Whether alpha stands still."""
+        """Whether alpha is constant."""
         return (self.moved >= self.length) | (self.stage == Stage.TRAINING)
 
     @classmethod
     def empty(
         cls, envs: int, slots: int, device: torch.device | str = "cpu"
     ) -> "SeedStates":
-        """Every slot free."""
+        """States of free slots."""
         whole = torch.zeros(envs, slots, dtype=torch.int64, device=device)
         real = torch.zeros(envs, slots, device=device)
         names = [field.name for field in fields(cls)]
@@ -101,7 +99,7 @@ class SeedStates:
 def possible(
     states: SeedStates, op: Int64[Tensor, " env"], min_age: int
 ) -> Bool[Tensor, "env slot"]:
-    """Where each environment's op is possible, by the slot's stage, age and alpha."""
+    """Slots in which each environment's op is possible, by stage, age and alpha."""
     device = states.stage.device
     old, settled = (states.age >= min_age).long(), states.settled.long()
     return LEGAL.to(device)[op.unsqueeze(1), states.stage, old, settled]
@@ -113,17 +111,10 @@ def act(
     min_age: int,
     tick: int = 1,
 ) -> tuple[SeedStates, Bool[Tensor, " env"]]:
-    """Carry out one action per environment.
+    """Apply one action per environment.
 
-    Args:
-        states: Seeds before it.
-        actions: What to do.
-        min_age: Decisions that a seed spends in a stage before some ops.
-        tick: Batches of a tick, in which tempos and speeds are counted.
-
-    Returns:
-        The states, and where the action was carried out; elsewhere it was not
-        possible and nothing changed. WAIT is always possible.
+    Tempos and speeds count ticks of `tick` batches. Returns the new states and where
+    the action was possible; elsewhere nothing changes. WAIT is always possible.
     """
     device = states.stage.device
     op, slot = actions[:, HEAD["op"]], actions[:, HEAD["slot"]]
@@ -132,7 +123,7 @@ def act(
     here &= possible(states, op, min_age)
 
     def chosen(head: str) -> Tensor:
-        return MEANINGS[head].to(device)[actions[:, HEAD[head]]].unsqueeze(1)
+        return CHOICE_VALUES[head].to(device)[actions[:, HEAD[head]]].unsqueeze(1)
 
     verb = op.unsqueeze(1)
     stage = torch.where(here, NEXT_STAGE.to(device)[verb, states.stage], states.stage)
@@ -144,7 +135,7 @@ def act(
 
     target = torch.where(plants | sets, chosen("alpha_target"), states.alpha_target)
     target = torch.where(prunes, 0.0, target)
-    still = states.alpha == target  # nothing to fade, nothing to wait for
+    still = states.alpha == target  # a move of zero length takes no time
     speed = torch.where(still, 0, chosen("alpha_speed"))
     tempo = torch.where(plants, chosen("tempo"), states.tempo)
     length = torch.where(plants | blends, tempo * tick, states.length)
@@ -170,7 +161,7 @@ def act(
 def after(
     states: SeedStates, batches: Int64[Tensor, " env"], *, decision: bool = True
 ) -> SeedStates:
-    """The states after so many batches and, if asked, at the next decision."""
+    """States after a number of batches; `decision` adds one to the ages."""
     stage, moved, alpha = _tended(states, batches.unsqueeze(1))
     age = torch.where(stage == states.stage, states.age, 0)
     older = replace(
@@ -198,7 +189,7 @@ def schedule(
 def _tended(
     states: SeedStates, batches: Int64[Tensor, "... 1"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage, moved and alpha after so many batches in which nothing is said.
+    """Stage, moved and alpha after batches without an action.
 
     Batches are `[env, 1]`, or `[env, moment, 1]` for several moments at once.
     """
@@ -221,7 +212,7 @@ def _tended(
 
 
 def select(where: Bool[Tensor, "env ..."], new: Record, old: Record) -> Record:
-    """A record of tensors: the new ones where the mask is set, else the old ones."""
+    """Apply `torch.where` to every field of two records."""
     names = [field.name for field in fields(old)]  # type: ignore[arg-type]
     chosen = {n: torch.where(where, getattr(new, n), getattr(old, n)) for n in names}
     return type(old)(**chosen)

@@ -1,16 +1,14 @@
-"""What is measured on a growing model: its score, and what a controller sees of it.
+"""Scores of a growing model, and the observation of its controller.
 
-A score lies in [0, 1] and more is better. An accuracy is its own score; a loss m
-becomes m0 / (m0 + m), with m0 its first value: 1/2 at the start, 1 at no loss. Where a
-metric leaves [0, 1] or a loss falls below 0, all of a run become 1/2 + g / (2 |g| + 2 +
-2 |m0|), with g what was gained since the first. `Track` follows score and loss over
-decisions in `[env]` tensors; `observe` is what a controller sees of one model with its
-slots, relative to the host. What slots contribute or promise is not measured: it was
-found not to predict what pruning or planting brings.
+A score lies in [0, 1]; higher is better. An accuracy is its own score. A loss m becomes
+m0 / (m0 + m), with m0 its first value. If a metric leaves [0, 1] or a loss is negative,
+all metrics of the run become 1/2 + g / (2 |g| + 2 + 2 |m0|), with g the gain since the
+first. `Track` follows score and loss over decisions in `[env]` tensors. `observe`
+returns the observation of one model, without contribution and promise of slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any, Final, Literal, get_args
 
@@ -25,20 +23,17 @@ from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.growth.analysis.tracing import isolated
 from esper.growth.model import GrowingModel
 
-MEMORY: Final = 0.6
+SLOPE_DECAY: Final = 0.6
 """Decay of the running slopes per decision."""
 
 Mode = Literal["max", "min"]
 MODES: Final = get_args(Mode)
 Metric = float | Callable[[], float]
-"""A number, or a function that measures it."""
+"""A number, or a function that returns it."""
 
 
 class MetricScorer:
-    """Turns a user's metric of a growing model into scores.
-
-    The mode is "max" if more is better, "min" for a loss.
-    """
+    """Turns a user's metric into scores; `mode` is "max", or "min" for a loss."""
 
     def __init__(self, model: GrowingModel, mode: str) -> None:
         if mode not in MODES:
@@ -46,7 +41,7 @@ class MetricScorer:
         self._model, self._mode = model, mode
 
     def measure(self, metric: Metric) -> float:
-        """The metric; a function's side effects on the model are undone."""
+        """Value of the metric; side effects of a function on the model are undone."""
         value: Any = metric
         if callable(metric):
             with isolated(self._model, training=self._model.host.training):
@@ -59,18 +54,13 @@ class MetricScorer:
             ) from error
 
     def score(self, metric: float, earlier: Sequence[float] = ()) -> float:
-        """The metric as a score; refuses one that is not finite.
-
-        Args:
-            metric: The newest one.
-            earlier: All before it, which decide on the scale with it.
-        """
+        """Score of a metric, on one scale with the `earlier` ones."""
         if not isfinite(metric):
             raise InvalidInputError(f"the metric must be finite, got {metric}.")
         return self.scores([*earlier, metric])[-1]
 
     def scores(self, metrics: Sequence[float]) -> list[float]:
-        """All metrics of a run as scores on one scale."""
+        """Scores of all metrics of a run, on one scale."""
         first, least, most = metrics[0], min(metrics), max(metrics)
         if self._mode == "max" and least >= 0 and most <= 1:
             return [*metrics]
@@ -83,22 +73,22 @@ class MetricScorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """How hosts have done so far, by decision."""
+    """Scores and losses of hosts up to a decision."""
 
     decisions: Int64[Tensor, " env"]
     score: Float[Tensor, " env"]
     score_slope: Float[Tensor, " env"]
     best: Float[Tensor, " env"]
     best_at: Int64[Tensor, " env"]
-    """The decision at which the best score was seen."""
+    """Decision of the best score."""
     first_loss: Float[Tensor, " env"]
-    """The first loss that was known; NaN before."""
+    """First finite loss; NaN before it."""
     loss: Float[Tensor, " env"]
     loss_slope: Float[Tensor, " env"]
 
     @classmethod
     def fresh(cls, envs: int, device: torch.device | str = "cpu") -> "Track":
-        """Nothing seen yet."""
+        """Track before the first decision."""
         real = torch.zeros(envs, device=device)
         whole = torch.zeros(envs, dtype=torch.int64, device=device)
         return cls(
@@ -114,7 +104,7 @@ class Track:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "Track":
-        """As it was saved; refuses what is no track of one host."""
+        """Track from saved tensors; raises unless it is of one host."""
         fresh = cls.fresh(1)
         for field in fields(cls):
             value, like = saved.get(field.name), getattr(fresh, field.name)
@@ -127,7 +117,7 @@ class Track:
     def after(
         self, score: Float[Tensor, " env"], loss: Float[Tensor, " env"]
     ) -> "Track":
-        """One decision later; a loss that is not finite leaves the loss as it was."""
+        """Track after one more decision; a non-finite loss is ignored."""
         new, unseen = self.decisions == 0, torch.isnan(self.first_loss)
         known = torch.isfinite(loss)
         loss = torch.where(known, loss, self.loss)
@@ -139,12 +129,12 @@ class Track:
         return Track(
             decisions=self.decisions + 1,
             score=score,
-            score_slope=MEMORY * self.score_slope + (1 - MEMORY) * rise,
+            score_slope=SLOPE_DECAY * self.score_slope + (1 - SLOPE_DECAY) * rise,
             best=torch.where(better, score, self.best),
             best_at=torch.where(better, self.decisions, self.best_at),
             first_loss=first,
             loss=loss,
-            loss_slope=MEMORY * self.loss_slope + (1 - MEMORY) * fall,
+            loss_slope=SLOPE_DECAY * self.loss_slope + (1 - SLOPE_DECAY) * fall,
         )
 
 
@@ -157,14 +147,14 @@ def host_states(
     rent: Float[Tensor, " env"],
     added: Float[Tensor, " env"],
 ) -> HostStates:
-    """Every host as a controller sees it.
+    """Observation of every host; sizes are multiples of the starting host.
 
     Args:
-        track: How it has done.
-        horizon: Decisions until the end; None if nobody knows it.
-        compute: Batches of the starting host that cost as much as training so far.
-        budget_left: Size that may be added, as a multiple of the starting host.
-        rent: Score charged for as much size as the starting host has.
+        track: Scores and losses so far.
+        horizon: Number of decisions; None if unknown.
+        compute: Training compute so far, in batches of the starting host.
+        budget_left: Size that may still be added.
+        rent: Score charged per size.
         added: Size added so far.
     """
     seen = (track.decisions - 1).clamp(min=0)
@@ -198,7 +188,7 @@ def observe(
     budget: float,
     rent: float,
 ) -> Observation:
-    """One model before a decision; budget and rent are per multiple of the host."""
+    """Observation of one model; budget and rent are per multiple of the host."""
     host = model.analysis.parameters
     added = model.parameters_added / host
     return Observation(
@@ -217,7 +207,7 @@ def observe(
 
 
 def slot_states(model: GrowingModel) -> SlotStates:
-    """All slots of one model."""
+    """Observation of all slots of one model."""
     states, count = model.states, range(len(model.slots))
     units = [float(_units(model, slot)) for slot in count]
     seeds = {
@@ -242,7 +232,7 @@ def slot_states(model: GrowingModel) -> SlotStates:
         depth=row(_depths(model)),
         capacity=row([width / max(units) for width in units]),
         units=row(units),
-        # As in the world that controllers are trained in.
+        # Constants, as in the training of controllers.
         liveness=none + 1,
         gradient_share=none + 1,
         contribution=none,
@@ -264,10 +254,9 @@ def _units(model: GrowingModel, slot: int) -> int:
 
 
 def offers(model: GrowingModel) -> BlueprintOffers:
-    """What every slot of one model could be planted with.
+    """Blueprints that can be planted in every slot, and their costs.
 
-    The first free slot of every place is offered, as where controllers are trained:
-    slots of a place are all the same.
+    Only the first free slot of a place is offered, since its slots are equivalent.
     """
     host, kinds = model.analysis, model.spec.blueprints
     prices = [
@@ -291,17 +280,4 @@ def offers(model: GrowingModel) -> BlueprintOffers:
         macs=work,
         promise=unknown,
         promise_known=unknown.bool(),
-    )
-
-
-def concat(records: Sequence[Any]) -> Any:  # noqa: ANN401
-    """Records of several models with equally many slots, field by field as a batch."""
-    if not is_dataclass(records[0]):
-        return torch.cat([*records])
-    kind: Any = type(records[0])
-    return kind(
-        **{
-            field.name: concat([getattr(record, field.name) for record in records])
-            for field in fields(records[0])
-        }
     )

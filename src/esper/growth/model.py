@@ -1,13 +1,11 @@
-"""A host with slots: plant, advance, set alpha, prune, keep. It decides nothing.
+"""A host with slots: plant, advance, set alpha, prune and keep seeds.
 
     growing = GrowingModel(host, ["fc1->fc2"], example)
     growing.plant("fc1->fc2#0", "widen_16")
 
-The host stays the user's own module: its names, weights and calls are untouched, and
-what grows becomes a submodule of it (`growth.grown`). Every op is checked by the
-lifecycle and refused in one line if it is not possible now; nothing has changed then.
-Time passes only when `tick` is called; seeds train, blend and hold by themselves then,
-at the tempo that they were planted with.
+The host keeps its names, weights and calls; seeds become a submodule of it
+(`growth.seed_modules`). An op that is not possible raises and changes nothing. Only
+`tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,14 +38,14 @@ from esper.growth.saving.saved_topology import NAME
 from esper.growth.seed_modules import SeedModules, grown_part, seed_middle
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
-"""What a controller decides; seeds advance by themselves, or by hand."""
+"""Ops of a controller; seeds advance by their tempo, or by hand."""
 
 Done = TypeVar("Done")
 Parts = tuple[Sequence[nn.Module], Sequence[nn.Module]]
 
 
 class NamedOps(Generic[Done]):
-    """The ops of a growing model as calls, by the names of slots and choices."""
+    """The ops of a growing model as methods that take names."""
 
     def plant(
         self,
@@ -72,7 +70,7 @@ class NamedOps(Generic[Done]):
         return self._op(Op.GERMINATE, slot, blueprint=blueprint, **how)
 
     def advance(self, slot: str) -> Done:
-        """Let a training seed blend in now; left alone it does so by its tempo."""
+        """Let a training seed blend in now instead of at the end of its tempo."""
         return self._op(Op.ADVANCE, slot)
 
     def set_alpha(
@@ -100,7 +98,7 @@ class NamedOps(Generic[Done]):
     def prune(
         self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
     ) -> Done:
-        """Fade a seed out; a training seed leaves at once.
+        """Fade a seed out; a training seed is removed at once.
 
         Args:
             slot: Name of the slot.
@@ -111,7 +109,7 @@ class NamedOps(Generic[Done]):
         return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
 
     def keep(self, slot: str) -> Done:
-        """Fossilise a holding seed: it stays for good."""
+        """Fossilise a holding seed: it can no longer be pruned."""
         return self._op(Op.FOSSILIZE, slot)
 
     def _op(self, op: Op, slot: str, **choices: str) -> Done:
@@ -124,17 +122,15 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
     Args:
         host: The network; it is not copied.
         slots: Places by module name: "fc1->fc2" for new hidden units between two
-            layers, "fc2->fc2" beside one, "block" for a residual seed; patterns, or
-            "auto" (`choose_slots`).
-        example: What the host is called with: a tensor, a tuple or a dictionary.
-        blueprints: Names of what may be planted; all built-in ones if None.
-        seeds_per_slot: How many seeds a place can hold; its slots are called
-            "fc1->fc2#0", "fc1->fc2#1" and so on.
-        min_age: Decisions a seed spends in a stage before it may be moved.
-        tick: Batches in which tempos and speeds are counted.
-        rng_seed: Where the seeds' first weights come from.
-        merge_only: Whether only seeds are planted that `export` folds into the host's
-            own layers; places without such seeds are refused, or not found.
+            layers, "fc2->fc2" for a branch around one, "block" for a residual seed;
+            patterns, or "auto" (`choose_slots`).
+        example: Input of the host: a tensor, a tuple or a dictionary.
+        blueprints: Names of the blueprints; all built-in ones if None.
+        seeds_per_slot: Slots per place, called "fc1->fc2#0", "fc1->fc2#1" and so on.
+        min_age: Decisions that a seed stays in a stage before ops can move it.
+        tick: Batches per tick, the unit of tempos and speeds.
+        rng_seed: Random seed of the seeds' initial weights.
+        merge_only: Allow only seeds that `export` folds into the host's own layers.
     """
 
     seeds: SeedModules
@@ -184,7 +180,8 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             for place in self.analysis.places:
                 if why := reject(place):
                     raise InvalidInputError(f"slot {place.site.name!r}: {why}.")
-            # Slots of one place lie apart, so that filling them in order spreads.
+            # All places come before the second slot of any place, so that filling
+            # the slots in order spreads the seeds.
             numbered = tuple(
                 f"{place.site.name}#{index}"
                 for index in range(seeds_per_slot)
@@ -201,14 +198,13 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             self._put_back()
             raise
         self.host = host
-        self.__dict__["seeds"] = grown  # a submodule of the host, not of this
+        self.__dict__["seeds"] = grown  # not registered: the host's submodule
         grown.flow.listener = ref(self)
         self.example: Example = example
         self.batches_per_tick = tick
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
         self._parts: Parts = ([], [])
-        self._parts_at = -1
-        """The number of changes that they were found after."""
+        self._parts_at = -1  # value of `flow.changes` for which `_parts` holds
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -222,21 +218,21 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
 
     @property
     def hooks(self) -> list[SlotHooks]:
-        """The hooks of every place."""
+        """Hooks of every place."""
         return self.seeds.hooks
 
     @property
     def flow(self) -> Flow:
-        """How the next pass treats the seeds."""
+        """Settings of the next forward pass."""
         return self.seeds.flow
 
     @property
     def generator(self) -> torch.Generator:
-        """Where the seeds' first weights come from."""
+        """Random generator of the seeds' initial weights."""
         return self.seeds.generator
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """The grown host's output."""
+        """Call the host with its seeds."""
         return self.host(*args, **kwargs)
 
     def encode(self, op: Op, slot: str, **choices: str) -> Int64[Tensor, "1 head"]:
@@ -250,7 +246,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         numbers: dict[str, int | str] = {"slot": self.index(slot), **choices}
         if "blueprint" in choices:
             names = [blueprint.name for blueprint in self.spec.blueprints]
-            name = find(choices["blueprint"]).name  # refuses an unknown one
+            name = find(choices["blueprint"]).name  # raises if it is unknown
             if name not in names:
                 raise InvalidInputError(
                     f"blueprint {name!r} is not among this model's: {', '.join(names)}."
@@ -259,7 +255,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         return encode_action(op, **numbers)
 
     def act(self, actions: Int64[Tensor, "1 head"]) -> None:
-        """Carry out one action; refuses what is not possible now."""
+        """Apply one action; raises if it is not possible."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         if self.merge_only and op in (Op.GERMINATE, Op.SET_ALPHA):
             self._refuse_unmerging(op, index, actions)
@@ -270,52 +266,41 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             raise IllegalActionError(self._why_not(op, index))
         if op is Op.GERMINATE:
             blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
-            self.seeds.grow(index, blueprint)
+            self.seeds.insert(index, self.seeds.new_seed(index, blueprint))
         self.seeds.states = after
-        self.tick(0, decision=False)  # what takes no time is done
+        self.tick(0, decision=False)  # finish changes of zero length
 
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
-        """Let batches pass, up to a decision: seeds move on, alphas move, faded leave.
-
-        A seed trains for the ticks of its tempo, blends for as many, and holds.
-        """
+        """Advance stages and alphas by some batches and, with `decision`, the ages."""
         passed = torch.tensor([batches])
         self.seeds.apply_states(lifecycle.after(self.states, passed, decision=decision))
 
     def remove(self, slot: int) -> None:
-        """Take a seed out at once, whatever its stage: for one that failed."""
+        """Remove a seed at once in any stage, for example after an error."""
         gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
         gone[0, slot] = True
         self.seeds.apply_states(
             lifecycle.select(gone, SeedStates.empty(*gone.shape), self.states)
         )
 
-    # What is there.
-
     def index(self, slot: str) -> int:
-        """The number of a slot."""
+        """Number of a slot."""
         return self.seeds.index(slot)
 
     def stage(self, slot: str) -> Stage:
-        """The stage of a slot."""
+        """Stage of a slot."""
         return Stage(int(self.states.stage[0, self.index(slot)]))
 
     def place(self, slot: int) -> InsertionPoint:
-        """The place that a slot belongs to."""
+        """Place of a slot."""
         return self.seeds.place(slot)
 
-    def hooks_of(self, slot: int) -> SlotHooks:
-        """The hooks of a slot's place."""
-        return self.seeds.hooks_of(slot)
-
     def seed_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of all seeds by the names that they have in the host."""
+        """Parameters of all seeds by their names in the host."""
         return {f"{NAME}.{name}": p for name, p in self.seeds.named_parameters()}
 
     def training_seeds(self) -> dict[int, nn.Module]:
-        """The seeds that learn in shadow passes, by slot number."""
-        if not len(self.seeds):
-            return {}
+        """Seeds in TRAINING by slot number."""
         return {
             slot: branch.seed
             for hooks in self.hooks
@@ -324,10 +309,9 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         }
 
     def parts(self) -> Parts:
-        """Modules of the seeds that learn in shadow passes, and of all the rest.
+        """Modules with tensors of their own: of seeds in TRAINING, and all others.
 
-        Only those that hold tensors themselves. Every batch asks for them, and walking
-        a tree of modules takes time, so it is walked once per topology.
+        Every batch needs them, so they are cached until the topology changes.
         """
         if self._parts_at != self.flow.changes:
             training = self.training_seeds().values()
@@ -338,19 +322,15 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         return self._parts
 
     def training_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the seeds that learn in shadow passes."""
+        """Parameters of seeds in TRAINING."""
         held = (p for m in self.parts()[0] for p in m._parameters.values())
         return [*dict.fromkeys(p for p in held if p is not None and p.requires_grad)]
 
-    # What it costs.
-
     def count(self, *, active: bool = False, exported: bool = False) -> Cost:
-        """Parameters and multiply-adds per row of the host with its living seeds.
+        """Parameters and multiply-adds per row of the host with its seeds.
 
-        With `active`, without those that do not change the output and that an export
-        leaves out; with `exported`, also without linear seeds that an export adds to
-        the weights of a layer. This is the one count for budget, rent, receipts and
-        summary.
+        With `active`, only seeds that change the output count; with `exported`, linear
+        ones that an export adds to the weights of a layer do not count either.
         """
         counted = {
             slot
@@ -363,8 +343,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         new_biases = {
             self.place(slot).outlet
             for slot in folded
-            if self.spec.blueprints[int(self.states.blueprint[0, slot])].form
-            is Form.SCALE_SHIFT
+            if self.seeds.blueprint_of(slot).form is Form.SCALE_SHIFT
             and self.place(slot).outlet._parameters.get("bias") is None
         }
         for layer in new_biases:
@@ -373,20 +352,19 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         return sum((self.cost_of(slot, counted) for slot in counted), total)
 
     def _is_linear(self, slot: int) -> bool:
-        """Whether a seed folds into weights that are there already."""
-        kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
+        """Whether a seed folds into existing weights."""
+        kind = self.seeds.blueprint_of(slot)
         return (
             kind.form in (Form.LOW_RANK, Form.SCALE_SHIFT)
-            and self.hooks_of(slot).branches[slot].style == ADD
+            and self.seeds.hooks_of(slot).branches[slot].style == ADD
             and not why_no_merge(self.place(slot), kind)
         )
 
     def cost_of(self, slot: int, others: Collection[int] | None = None) -> Cost:
-        """Cost of a planted seed and of its blocks with seeds of others (None: all)."""
+        """Cost of a planted seed and its blocks with the slots `others` (None: all)."""
         seed, at = self.seeds[f"slot_{slot}"], self.place(slot).geometry
         if not isinstance(seed, FormSeed):
-            kind = self.spec.blueprints[int(self.states.blueprint[0, slot])]
-            return Cost(_size(seed), cost(kind, at).macs)
+            return Cost(_size(seed), cost(self.seeds.blueprint_of(slot), at).macs)
         own = cost(seed.blueprint, at) + Cost(_size(seed.interlayer), 0)
         blocks = self.seeds.blocks(slot, seed.blueprint).items()
         shared = [
@@ -419,26 +397,26 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         return self._prices[key]
 
     def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
-        """The cost of a blueprint in a slot; None if it is not planted there."""
+        """Cost of a blueprint in a slot; None if it cannot be planted there."""
         place = self.place(slot)
         if self.merge_only and why_no_merge(place, self.seeds.sized(slot, blueprint)):
             return None
         try:
             fits = not misfit(blueprint, place.geometry)
             return self.cost(slot, blueprint) if fits else None
-        except InvalidInputError:  # a user's own that does not know where it fits
+        except InvalidInputError:  # a user's blueprint that fails at this place
             return None
 
     def example_outputs(self) -> list[Tensor]:
-        """The model's output on its example in eval mode; nothing changes."""
+        """Output on the example in eval mode; the model does not change."""
         return eval_outputs(self, self.example)
 
     def detach(self) -> None:
-        """Take seeds and hooks off the host; it is as it was before, co-trained."""
+        """Remove seeds and hooks from the host; its own weights stay as they are."""
         self.seeds.detach()
 
     def undo(self) -> None:
-        """Leave the host as it was before this was built, with the seeds it had."""
+        """Detach, and restore the seeds that the host had before."""
         self.seeds.detach()
         self._put_back()
 
@@ -451,10 +429,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:  # noqa: ANN401
-        """Plant what was planted, then load all weights strictly.
-
-        The host must come from the same factory, and its slots and the blueprints
-        must be there.
+        """Rebuild the saved seeds, then load all weights.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -462,17 +437,17 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             assign: Must be False.
         """
         if assign or not strict:
-            raise InvalidInputError("a growing model loads strictly and in place only.")
+            raise InvalidInputError(
+                "a growing model loads in place only. Leave out strict and assign."
+            )
         if not isinstance(state_dict, Mapping) or not any(
             str(name).startswith("host.") for name in state_dict
         ):
             raise InvalidInputError(
-                "this is no saved GrowingModel; pass what state_dict() returned."
+                "this is no saved GrowingModel. Pass what state_dict() returned."
             )
         self.seeds.validated(state_dict, "host.")
         return super().load_state_dict(state_dict)
-
-    # Inside.
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.states.stage[0, slot])).name
@@ -501,7 +476,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
 
 
 def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
-    """One action as numbers, from names or indices; heads that are not named are 0."""
+    """Encode an action from names or indices; other heads are 0."""
     row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
     row[0, HEAD["op"]] = op
     for head, choice in choices.items():
@@ -532,12 +507,11 @@ def why_none_merges(
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that hold parameters or buffers themselves."""
+    """Modules with parameters or buffers of their own."""
     return [module for module in modules if module._parameters or module._buffers]
 
 
 def _size(module: nn.Module) -> int:
-    """Parameters of a module."""
     return sum(p.numel() for p in module.parameters())
 
 

@@ -1,8 +1,7 @@
-"""Optimiser surgery: parameters join and leave an optimiser that is in use.
+"""Add parameters to and remove them from an optimiser during training.
 
-A newborn is appended to the parameter group of the layer it grows beside, so every
-scheduler and every hyperparameter is right at once and it learns at its group's rate;
-no other state is touched.
+A new parameter joins the parameter group of a neighbouring layer, so schedulers and
+hyperparameters apply to it at once. The state of other parameters does not change.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 
 StepCall = tuple[tuple[Any, ...], dict[str, Any]]
-"""How `step` is called: with the optimiser itself and perhaps a closure."""
+"""Arguments of `step`: the optimiser, and possibly a closure."""
 
 
 class OptimizerSurgery:
-    """Lets parameters join and leave one optimiser over one host."""
+    """Adds and removes parameters of seeds in the optimiser of one host."""
 
     def __init__(
         self,
@@ -37,39 +36,35 @@ class OptimizerSurgery:
         known = {*self._host, *own}
         outside = [p for group in groups for p in group["params"] if p not in known]
         self._outside = {p: f"outside.{n}" for n, p in enumerate(outside)}
-        """Parameters of other modules, which are trained along and left alone."""
+        """Parameters of other modules in the optimiser; they stay as they are."""
         self.joined: dict[nn.Parameter, str] = {p: own[p] for p in own if p in trained}
         """Parameters of seeds in the optimiser, and their names."""
         self.reduce: Callable[[], None] | None = None
-        """Called before that; it may average gradients over ranks."""
+        """Called before `before_step`; may average gradients over ranks."""
         self.before_step: Callable[[], None] | None = None
-        """Called when a step has its gradients; it may clear them."""
+        """Called when the gradients of a step are ready; may clear them."""
         self.after_step: Callable[[], None] | None = None
-        """Called last after every step."""
+        """Called after every step."""
         self._handles = (
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
-            register_optimizer_step_pre_hook(_watcher(ref(self))),
+            register_optimizer_step_pre_hook(_step_guard(ref(self))),
         )
         finalize(self, self._handles[-1].remove)
 
     def detach(self) -> None:
-        """Take the hooks off the optimiser."""
+        """Remove the hooks from the optimiser."""
         for handle in self._handles:
             handle.remove()
 
     def join(
-        self, named: Mapping[str, nn.Parameter], beside: nn.Parameter | None = None
+        self, named: Mapping[str, nn.Parameter], neighbour: nn.Parameter | None = None
     ) -> None:
-        """Append newborns to the group of the parameter they grow `beside`.
-
-        Without one, or beside one that the optimiser was not given, that is the first
-        group. The names are those that the newborns are saved under.
-        """
+        """Append parameters to the group of `neighbour`, or to the first group."""
         self._refuse_untrainable(named)
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         group = next(
-            (g for g in groups if any(p is beside for p in g["params"])), groups[0]
+            (g for g in groups if any(p is neighbour for p in g["params"])), groups[0]
         )
         group["params"].extend(named.values())
         if "param_names" in group:
@@ -78,7 +73,7 @@ class OptimizerSurgery:
             self._register(parameter, name, group)
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remove joined parameters from their groups and from all state."""
+        """Remove parameters of seeds from their groups and from the state."""
         leaving = {*parameters}
         for group in self._optimizer.param_groups:
             stays = [parameter not in leaving for parameter in group["params"]]
@@ -90,7 +85,7 @@ class OptimizerSurgery:
             self._forget(parameter)
 
     def restore_point(self) -> Callable[[], None]:
-        """What puts groups and state back as they are now."""
+        """Return a function that restores groups and state."""
         optimizer, joined = self._optimizer, dict(self.joined)
         groups = [dict(group) for group in optimizer.param_groups]
         lists = [[*group["params"]] for group in optimizer.param_groups]
@@ -109,13 +104,13 @@ class OptimizerSurgery:
         return put_back
 
     def names(self) -> list[list[str]]:
-        """Names of the parameters of every group, in the optimiser's order."""
-        known = {**self._host, **self.joined, **self._outside}
+        """Names of the parameters of every group."""
+        known = self._known
         groups = [group["params"] for group in self._optimizer.param_groups]
         for parameter in (p for group in groups for p in group if p not in known):
             raise InvalidInputError(
                 f"the optimiser holds a parameter of shape {tuple(parameter.shape)} "
-                "that was added from outside; let it join instead."
+                "that was added later. Build the Grower after adding it."
             )
         return [[known[parameter] for parameter in group] for group in groups]
 
@@ -124,33 +119,32 @@ class OptimizerSurgery:
         names: Sequence[Sequence[str]],
         named_parameters: Mapping[str, nn.Parameter],
     ) -> None:
-        """Give every group the parameters of `names`, as they were when it was saved.
+        """Give every group the saved parameters, and remove all others.
 
-        Loading is then `optimizer.load_state_dict`. Parameters that are not named
-        leave.
+        Call `optimizer.load_state_dict` afterwards.
         """
         outside = {name: parameter for parameter, name in self._outside.items()}
         wanted = self._resolve(names, {**named_parameters, **outside})
         stays = {parameter for group in wanted for parameter in group}
         for parameter in [p for p in self.joined if p not in stays]:
             self._forget(parameter)
-        groups = self._optimizer.param_groups
+        groups, known = self._optimizer.param_groups, self._known
         for group, parameters, given in zip(groups, wanted, names, strict=True):
             group["params"] = parameters
             if "param_names" in group:
                 group["param_names"] = list(given)
             for parameter, name in zip(parameters, given, strict=True):
-                if not self._is_known(parameter):
+                if parameter not in known:
                     self._register(parameter, name, group)
 
-    def _is_known(self, parameter: nn.Parameter) -> bool:
-        everyone = (self._host, self.joined, self._outside)
-        return any(parameter in some for some in everyone)
+    @property
+    def _known(self) -> dict[Tensor, str]:
+        """Names of all parameters."""
+        return {**self._host, **self.joined, **self._outside}
 
     def refuse_damaged_state(self) -> None:
-        """Refuse moments that are not finite or do not fit their parameters."""
-        parts = (self._host, self.joined, self._outside)
-        known = dict[Tensor, str](pair for part in parts for pair in part.items())
+        """Raise if moments are not finite or have another shape than parameters."""
+        known = self._known
         for parameter, held in self._optimizer.state.items():
             for key, value in held.items():
                 if not isinstance(value, Tensor) or value.numel() == 0:
@@ -173,7 +167,7 @@ class OptimizerSurgery:
             self._verify()
             return None
 
-        def judged(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
             def call() -> Any:  # noqa: ANN401
                 loss = closure()
                 self._verify()
@@ -181,8 +175,8 @@ class OptimizerSurgery:
 
             return call
 
-        # A closure makes the gradients, so they are judged at its end.
-        wrapped = [judged(v) if callable(v) else v for v in given]
+        # A closure computes the gradients, so they are checked at its end.
+        wrapped = [checked(v) if callable(v) else v for v in given]
         own, named = wrapped[: len(args) - 1], wrapped[len(args) - 1 :]
         return (args[0], *own), dict(zip(kwargs, named, strict=True))
 
@@ -192,12 +186,12 @@ class OptimizerSurgery:
                 call()
 
     def _refuse_other(self, optimizer: Optimizer) -> None:
-        """Refuse another optimiser that trains the same parameters."""
+        """Raise if another optimiser trains the same parameters."""
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
             name = self._host.get(parameter) or self.joined.get(parameter)
             if name:
                 raise InvalidStateError(
-                    f"another optimiser than the Grower's steps {name!r}; build the "
+                    f"another optimiser than the Grower's steps {name!r}. Build the "
                     "Grower with the one that is used, or call detach() first."
                 )
 
@@ -206,7 +200,7 @@ class OptimizerSurgery:
             self.after_step()
 
     def _complete_buffers(self, optimizer: SGD) -> None:
-        """Zero momentum for newborns among others: fused SGD needs all or none."""
+        """Add zero momentum for new parameters: fused SGD needs all buffers or none."""
         for group in optimizer.param_groups:
             if not group["fused"] or group["momentum"] == 0.0:
                 continue
@@ -227,7 +221,7 @@ class OptimizerSurgery:
     ) -> None:
         self.joined[parameter] = name
         if isinstance(self._optimizer, Adagrad):
-            # Its constructor makes the zero state; others make it when needed.
+            # Its constructor creates the state; other optimisers do so in `step`.
             start = float(self._optimizer.defaults["initial_accumulator_value"])
             alone = Adagrad(
                 [parameter], initial_accumulator_value=start, fused=group["fused"]
@@ -243,7 +237,7 @@ class OptimizerSurgery:
             if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
                 raise InvalidInputError(
                     f"Muon trains matrices only, {name!r} has shape "
-                    f"{tuple(parameter.shape)}; use another optimiser."
+                    f"{tuple(parameter.shape)}. Use another optimiser."
                 )
 
     def _resolve(
@@ -251,7 +245,7 @@ class OptimizerSurgery:
         names: Sequence[Sequence[str]],
         named_parameters: Mapping[str, nn.Parameter],
     ) -> list[list[nn.Parameter]]:
-        """The parameters that `names` mean, or a refusal before anything changed."""
+        """Parameters of the saved `names`; raises before anything changes."""
         groups = self._optimizer.param_groups
         saved = [name for group in names for name in group]
         trained = [self._host.get(p) for group in groups for p in group["params"]]
@@ -261,17 +255,17 @@ class OptimizerSurgery:
         if len(names) != len(groups):
             problem = (
                 f"{len(names)} parameter groups were saved, the optimiser has "
-                f"{len(groups)}; build it with the same groups"
+                f"{len(groups)}. Build it with the same groups"
             )
         elif unknown:
             problem = (
                 f"the optimiser was saved with a parameter {unknown[0]!r} that does "
-                "not exist; rebuild the network as it was when it was saved"
+                "not exist. Build the network as it was when it was saved"
             )
         elif missing:
             problem = (
-                f"the saved groups lack {missing[0]!r}, which the optimiser trains; "
-                "load into the optimiser that was saved"
+                f"the saved groups lack {missing[0]!r}, which the optimiser trains. "
+                "Load into the optimiser that was saved"
             )
         if problem:
             raise InvalidInputError(f"{problem}.")
@@ -280,15 +274,15 @@ class OptimizerSurgery:
         return [[wanted[name] for name in group] for group in names]
 
 
-def _watcher(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
-    """A hook for all optimisers that does not keep its owner alive."""
+def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
+    """Hook for all optimisers; it holds only a weak reference."""
 
-    def watch(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
         surgery = owner()
         if surgery is not None and optimizer is not surgery._optimizer:
             surgery._refuse_other(optimizer)
 
-    return watch
+    return guard
 
 
 def _check_optimizer(
@@ -296,34 +290,34 @@ def _check_optimizer(
     host: Mapping[nn.Parameter, str],
     seeds: Mapping[nn.Parameter, str],
 ) -> Optimizer:
-    """The optimiser, if it trains the host's parameters, and each of all once."""
+    """Check that an optimiser trains every parameter of the host exactly once."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidInputError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-            "build one over the host's parameters first."
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}. "
+            "Build one over the host's parameters first."
         )
     if isinstance(optimizer, LBFGS):
         raise InvalidInputError(
-            "LBFGS keeps one flat history of all parameters, so none can join or "
-            "leave; use a first-order optimiser such as AdamW."
+            "LBFGS keeps one flat history of all parameters, so none can be added. "
+            "Use a first-order optimiser such as AdamW."
         )
     if isinstance(optimizer, SparseAdam):
         raise InvalidInputError(
-            "SparseAdam takes sparse gradients only and newborns have dense ones; "
-            "use Adam."
+            "SparseAdam takes sparse gradients only and seeds have dense ones. "
+            "Use Adam."
         )
     seen: set[Tensor] = set()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter in seen:
             name = host.get(parameter) or seeds.get(parameter) or "a parameter"
             raise InvalidInputError(
-                f"{name!r} is in the optimiser twice; give it once."
+                f"{name!r} is in the optimiser twice. Pass it once."
             )
         seen.add(parameter)
     for parameter, name in host.items():
         if parameter.requires_grad and parameter not in seen:
             raise InvalidInputError(
-                f"{name!r} is trainable but not in the optimiser; add it, or freeze "
+                f"{name!r} is trainable but not in the optimiser. Add it, or freeze "
                 "it with requires_grad_(False)."
             )
     return optimizer

@@ -1,6 +1,6 @@
 """Keep broken numbers out of a growing model: detect, refuse, roll back, remove.
 
-Every optimiser step is judged before it is taken:
+Every optimiser step is checked before it runs:
 
     not finite    loss, gradient norm or a buffer is NaN or infinite
     spike         x > m + (k - 1) max(|m|, q, |first|, rare)
@@ -8,12 +8,10 @@ Every optimiser step is judged before it is taken:
     guessing      at a decision, the window's median is back above the first window's
 
 with m the median and q the interquartile range of the last `window` healthy batches,
-and `rare` the median of spikes that have come back within a window: data that is hard
-or seldom, which must be learnt. A bad batch is refused: its gradients are dropped and
-the buffers go back to what they were before it. If the model itself is damaged, or bad
-batches follow each other, weights, buffers, optimiser state and random streams go back
-to the last healthy snapshot together; learning rates stay with the user's schedule.
-Seeds that caused it are removed. One small tensor is read from the device per step.
+and `rare` the median of spikes that recur within a window (hard or rare data). A bad
+batch is skipped: gradients are dropped and buffers restored. If the model is damaged,
+or after `patience` bad batches, weights, buffers, optimiser state and random streams
+return to the last healthy snapshot. Seeds that caused it are removed.
 """
 
 import copy
@@ -34,27 +32,19 @@ from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import random_state, set_random_state
 from esper.growth.topology import Topology
 
-WARM_UP: Final = 8  # healthy batches before a median means anything
-RENEWAL: Final = 8  # batches between two sorts of the ring, which cost time
-RECURRING: Final = 3
-"""Spikes within a window, not in a row, from which they are usual."""
-FORGIVEN: Final = 3
-"""Roll-backs to one snapshot from which what was usual is forgotten."""
-SLACK: Final = 0.5
-"""Rise that is never unlearnt, as a share of the first median loss."""
-GUESSING: Final = 0.5
-"""Rise of the median loss above the first window's that undoes all learning."""
-LARGEST: Final = 1e30
-"""A weight or buffer beyond this is as good as infinite: its square is."""
-REMOVABLE: Final = (Stage.BLENDING, Stage.HOLDING)
-"""Stages of a seed that changes the output and can still be removed."""
-
-
-_MOST: Final = torch.finfo(torch.float32).max
+WARM_UP: Final = 8  # healthy batches before medians are used
+LIMITS_EVERY: Final = 8  # batches between two updates of the limits: sorting is slow
+RECURRING: Final = 3  # spikes within a window after which they count as normal
+MAX_ROLLBACKS: Final = 3  # roll-backs to one snapshot before the statistics restart
+SLACK: Final = 0.5  # tolerated rise, as a fraction of the first median loss
+UNLEARNT_RISE: Final = 0.5  # relative rise above the first window's median loss
+OVERFLOW_LIMIT: Final = 1e30  # the square of a larger weight or buffer is infinite
+REMOVABLE: Final = (Stage.BLENDING, Stage.HOLDING)  # active, and not kept for good
+FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 
 
 class Verdict(IntEnum):
-    """Judgement of a batch, worst last."""
+    """Health of a batch, worst last."""
 
     HEALTHY = 0
     NON_FINITE = 1
@@ -64,19 +54,19 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GovernorConfig:
-    """How far from its own past a healthy run may go."""
+    """Limits on loss and gradient norm, relative to their running medians."""
 
     spike: float = 1000.0
-    """Gradient norm, against its running median, from which a batch is refused."""
+    """Largest gradient norm of an accepted batch, as a multiple of the median."""
     loss_spike: float = 20.0
-    """Loss, against its running median, from which a batch is refused."""
+    """Largest loss of an accepted batch, as a multiple of the median."""
     window: int = 32
     """Healthy batches in the running statistics."""
     patience: int = 3
-    """Bad batches in a row that make a run diverged."""
+    """Bad batches in a row after which the run counts as diverged."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that a healthy run would cross."""
+        """Validate the limits."""
         for name in ("spike", "loss_spike"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 1.0):
@@ -94,37 +84,33 @@ class GovernorConfig:
 
 
 class HealthMonitor:
-    """Running statistics of loss and gradient norm, and verdicts from them.
-
-    A bad batch never enters the statistics.
-    """
+    """Running statistics of loss and gradient norm of healthy batches."""
 
     def __init__(self, config: GovernorConfig) -> None:
         self.config = config
         self.recent: list[list[float]] = []
-        """Loss and norm of the last healthy batches, at most a window of them."""
+        """Loss and norm of the last `window` healthy batches."""
         self.limits = [math.inf, math.inf]
         self.first = [math.nan, math.nan]
-        """The first medians that were known."""
+        """First medians of loss and norm."""
         self.first_window = math.nan
         """Median loss of the first full window."""
         self.best = math.inf
         """Lowest median loss of any full window."""
         self.spikes: list[list[float]] = []
-        """When a spike came, its loss and its norm, within the last window."""
+        """Batch number, loss and norm of every spike within the last window."""
         self.rare = [0.0, 0.0]
-        """Loss and norm of spikes that came back."""
+        """Loss and norm of recurring spikes."""
         self.streak = 0
         """Bad batches since the last healthy one."""
         self.batches = 0
         self.over: list[int] = []
-        """Limits that the last batch was beyond: 0 the loss's, 1 the norm's."""
+        """Limits that the last batch exceeded: 0 for the loss, 1 for the norm."""
 
-    def judge(self, loss: float | None, norm: float, *, finite: bool) -> Verdict:
-        """The verdict on a batch before its step; healthy ones are recorded.
+    def check(self, loss: float | None, norm: float, *, finite: bool) -> Verdict:
+        """Classify a batch before its step, and record it if it is healthy.
 
-        Until eight healthy batches were seen, only NON_FINITE is possible. A loss that
-        is not known (None) is not judged.
+        The first eight batches can only be NON_FINITE. A loss of None is ignored.
         """
         verdict, known = Verdict.HEALTHY, loss is None or math.isfinite(loss)
         if not (finite and known and math.isfinite(norm)):
@@ -141,36 +127,35 @@ class HealthMonitor:
             if math.isfinite(self.limits[1]) and self.streak >= self.config.patience:
                 verdict = Verdict.DIVERGED
         self.batches += 1
-        if self.batches % RENEWAL == 0 and len(self.recent) >= WARM_UP:
+        if self.batches % LIMITS_EVERY == 0 and len(self.recent) >= WARM_UP:
             self._renew()
         return verdict
 
     def has_unlearnt(self, loss: float | None) -> bool:
-        """Whether a loss is above that of the first window, after it had fallen."""
+        """Whether a loss has fallen and is now above that of the first window."""
         if loss is None:
             return False
         start = self.first_window
-        limit = start + GUESSING * abs(start) + SLACK * abs(self.first[0])
+        limit = start + UNLEARNT_RISE * abs(start) + SLACK * abs(self.first[0])
         return self.best < start and loss > limit
 
     def medians(self) -> list[float]:
-        """Medians of loss and norm; NaN if none is known."""
+        """Medians of loss and norm; NaN if unknown."""
         return [self._quartiles(row)[1] for row in (0, 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """All statistics."""
+        """Copy of all statistics."""
         unsaved = ("config", "over")
-        mine = {key: value for key, value in vars(self).items() if key not in unsaved}
-        return copy.deepcopy(mine)
+        return copy.deepcopy({k: v for k, v in vars(self).items() if k not in unsaved})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved statistics."""
+        """Restore saved statistics."""
         known = HealthMonitor(self.config).state_dict()
         added = {name: known[name] for name in ("spikes", "rare")}  # not in old ones
         state = {**added, **state}
         if state.keys() != known.keys() or len(state["recent"]) > self.config.window:
             raise InvalidInputError(
-                "the governor's statistics are not of this window; load a state that "
+                "the governor's statistics are not of this window. Load a state that "
                 "was saved with the same configuration."
             )
         for name, value in copy.deepcopy(dict(state)).items():
@@ -179,7 +164,7 @@ class HealthMonitor:
     def describe(
         self, verdict: Verdict, loss: float | None, norm: float, *, finite: bool
     ) -> str:
-        """The reason of a verdict in one line."""
+        """Reason for a verdict in one line."""
         usual = self.medians()
         names = ("loss", "gradient norm")
         values = (usual[0] if loss is None else loss, norm)
@@ -197,15 +182,12 @@ class HealthMonitor:
         return f"{why}; the step was refused"
 
     def _beyond(self, loss: float | None, norm: float) -> list[int]:
-        """The limits that a batch is beyond."""
+        """Limits that a batch exceeds."""
         values = (-math.inf if loss is None else loss, norm)
         return [row for row in (0, 1) if values[row] > self.limits[row]]
 
     def _recurs(self, loss: float | None, norm: float) -> bool:
-        """Whether spikes like this one have come back often enough to be usual.
-
-        Those in a row are left to `streak`: they may be the model's fault.
-        """
+        """Whether such spikes recur often enough to be normal; not those in a row."""
         self.spikes.append([self.batches, math.nan if loss is None else loss, norm])
         first = self.batches - self.config.window
         self.spikes = [spike for spike in self.spikes if spike[0] > first]
@@ -221,49 +203,46 @@ class HealthMonitor:
         return not self._beyond(loss, norm)
 
     def _renew(self) -> None:
-        """Limits from the batches that are held now."""
+        """Compute the limits from the recent batches."""
         factors = (self.config.loss_spike, self.config.spike)
         for row, factor in enumerate(factors):
-            if self._known(row) < WARM_UP:
+            if len(self._known(row)) < WARM_UP:
                 continue
-            low, interlayer, high = self._quartiles(row)
+            low, median, high = self._quartiles(row)
             if math.isnan(self.first[row]):
-                self.first[row] = interlayer
-            usual = abs(interlayer), high - low, abs(self.first[row]), self.rare[row]
-            self.limits[row] = interlayer + (factor - 1) * max(usual)
-        if self._known(0) == self.config.window:
-            interlayer = self._quartiles(0)[1]
+                self.first[row] = median
+            usual = abs(median), high - low, abs(self.first[row]), self.rare[row]
+            self.limits[row] = median + (factor - 1) * max(usual)
+        if len(self._known(0)) == self.config.window:
+            median = self._quartiles(0)[1]
             if math.isnan(self.first_window):
-                self.first_window = interlayer
-            self.best = min(self.best, interlayer)
+                self.first_window = median
+            self.best = min(self.best, median)
 
-    def _known(self, row: int) -> int:
-        """How many of the losses (row 0) or norms (row 1) that are held are known."""
-        return sum(not math.isnan(pair[row]) for pair in self.recent)
+    def _known(self, row: int) -> list[float]:
+        """Recent losses (row 0) or norms (row 1) that are not NaN."""
+        return [pair[row] for pair in self.recent if not math.isnan(pair[row])]
 
     def _quartiles(self, row: int) -> list[float]:
-        """Of the losses (row 0) or norms (row 1) that are held and known."""
-        values = [pair[row] for pair in self.recent]
-        known = [value for value in values if not math.isnan(value)]
-        ordered = sorted(known) or [math.nan]
+        ordered = sorted(self._known(row)) or [math.nan]
         return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
 
 
 class Snapshot:
-    """A copy of a model's tensors, its optimiser's state and the random streams."""
+    """Copy of a model's tensors, the optimiser state and the random streams."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self.take()
 
     def take(self) -> None:
-        """Copy everything as it is now."""
+        """Copy the current state."""
         self.tensors = {name: t.detach().clone() for name, t in self._live().items()}
         self.state = copy.deepcopy(self._state())
         self.random = random_state(self._model)
 
     def follow_topology(self) -> None:
-        """Add what has joined the model as it is now, forget what has left it."""
+        """Add tensors that are new in the model and drop those that left it."""
         known, live, state = self.tensors, self._live(), self._state()
         self.tensors = {
             name: known[name] if name in known else tensor.detach().clone()
@@ -274,7 +253,7 @@ class Snapshot:
         self.state = {**kept, **copy.deepcopy(born)}
 
     def restore(self) -> None:
-        """Write everything back; the model's tensors stay the same objects."""
+        """Copy everything back into the model's own tensors."""
         with torch.no_grad():
             for name, tensor in self._live().items():
                 _unexpanded(tensor).copy_(_unexpanded(self.tensors[name], tensor))
@@ -290,24 +269,21 @@ class Snapshot:
         return {**named, **dict(self._model.named_buffers())}
 
     def _state(self) -> dict[str, dict[str, Any]]:
-        """Optimiser state by parameter name."""
-        state = self._optimizer.state
-        named = self._model.named_parameters()
+        state, named = self._optimizer.state, self._model.named_parameters()
         return {name: state[p] for name, p in named if p in state}
 
 
 class Safety:
-    """Judges every step of an optimiser over a growing model, and acts on it.
+    """Checks every optimiser step of a growing model and undoes bad ones.
 
-    Without a config nothing is judged, and only seeds whose own code raises are
-    removed.
+    Without a config it only removes seeds whose own code raises.
     """
 
     def __init__(self, topology: Topology, config: GovernorConfig | None) -> None:
         self.incidents: list[str] = []
-        """What was refused, rolled back or removed since the last decision."""
+        """Refused batches, roll-backs and removed seeds since the last decision."""
         self.rollbacks = 0
-        """How often the present snapshot was restored."""
+        """How often the current snapshot was restored."""
         self._topology, self._model = topology, topology.model
         self._ranks = topology.ranks
         self._optimizer = topology.optimizer
@@ -319,27 +295,28 @@ class Safety:
         self._due = False
         self._loss: Tensor | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        """Buffers, and what they were before the batch."""
-        self._numbers: list[Tensor] = []
-        """Buffers that are judged."""
+        """Buffers, and their values before the batch."""
+        self._checked_buffers: list[Tensor] = []
         self.monitor: HealthMonitor | None = None
         if config is None:
             return
         for name, parameter in self._model.host.named_parameters():
-            if not all_finite([parameter], LARGEST):
+            if not all_finite([parameter], OVERFLOW_LIMIT):
                 raise InvalidInputError(
-                    f"{name!r} is not finite; a host must be healthy to be grown."
+                    f"{name!r} is not finite. Only a host with finite weights can grow."
                 )
         self.monitor = HealthMonitor(config)
-        # A mask of -inf is a constant, not a sign of trouble.
+        # A mask of -inf is a constant, not an error.
         buffers = self._model.host.buffers()
-        self._constants = {id(b) for b in buffers if not all_finite([b], LARGEST)}
+        self._constants = {
+            id(b) for b in buffers if not all_finite([b], OVERFLOW_LIMIT)
+        }
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
         topology.surgery.before_step = self._before_step
 
     def take_snapshot(self) -> bool:
-        """Keep the present state if it is finite; else the last one stays."""
+        """Save the current state if it is finite; returns whether it is."""
         if self.monitor is None:
             return False
         healthy = self._is_finite()
@@ -350,13 +327,13 @@ class Safety:
         return healthy
 
     def topology_changed(self) -> None:
-        """Follow a change of topology; a snapshot is due at the next good batch."""
+        """Update the snapshot's tensors; take a new one at the next healthy batch."""
         if self.monitor is not None:
             self.snapshot.follow_topology()
             self._due = True
 
     def before_batch(self) -> None:
-        """Keep the buffers as they are before the first batch of a step."""
+        """Save the buffers before the first batch of a step."""
         if self.monitor is None or self._loss is not None:  # gradients accumulate
             return
         live = [
@@ -368,24 +345,24 @@ class Safety:
         ]
         if [id(b) for b in live] != [id(b) for b, _ in self._buffers]:
             self._buffers = [(buffer, buffer.clone()) for buffer in live]
-            self._numbers = [
-                b for b in _fractions(live) if id(b) not in self._constants
+            self._checked_buffers = [
+                b for b in _inexact(live) if id(b) not in self._constants
             ]
         elif live:
             torch._foreach_copy_([held for _, held in self._buffers], live)
 
     def after_batch(self, loss: Tensor) -> None:
-        """Remember the worst loss of a step; it is judged with its gradients."""
+        """Keep the worst loss of a step until its gradients are checked."""
         loss = loss.reshape(()) if loss.dim() else loss
         if self._loss is not None:
-            # A batch whose step was left out, by its user or a GradScaler, is over;
-            # what a broken one left in gradients that add up is seen there.
+            # A non-finite loss here is of a step that the user or a GradScaler skipped.
+            # If its gradients are still there, the gradient norm shows them.
             worst = torch.maximum(self._loss, loss)
             loss = torch.where(self._loss.isfinite(), worst, loss)
         self._loss = loss
 
     def check_decision(self) -> bool:
-        """Judge what was learnt so far; returns whether all was rolled back."""
+        """Roll back if the model is damaged or got worse; returns whether it did."""
         if self.monitor is None:
             return False
         reason, usual = "", self.monitor.medians()[0]
@@ -393,33 +370,28 @@ class Safety:
             reason = "a weight, buffer or moment of the model is not finite"
         elif self.monitor.has_unlearnt(usual):
             reason = (
-                f"the loss is usually {usual:.4g} now, worse than the "
-                f"{self.monitor.first_window:.4g} it began with; what was learnt is "
-                "lost"
+                f"the median loss is {usual:.4g} now, worse than the "
+                f"{self.monitor.first_window:.4g} at the start; what was learnt is lost"
             )
         if reason:
             self._roll_back(reason)
         return bool(reason)
 
     def refuse_untrained(self) -> None:
-        """Raise if no batch is let through, so that nothing is ever learnt.
-
-        A loss that only stays high is forgiven before that; one that is not finite
-        never is.
-        """
+        """Raise if all recent batches were refused."""
         if self.monitor is None:
             return
-        if self._refused > FORGIVEN * self.monitor.config.patience:
+        if self._refused > MAX_ROLLBACKS * self.monitor.config.patience:
             raise NumericsError(
                 f"the last {self._refused} batches were all refused, so nothing is "
-                f"learnt: {self._last_reason}. Look for NaN in the data and at the "
+                f"learnt: {self._last_reason}. Check the data for NaN and the "
                 "learning rate; governor=None switches the checks off."
             )
 
     def remove_failed_seeds(self, *, together: bool = False) -> None:
-        """Remove seeds whose own code raised; with other ranks, all of them together.
+        """Remove seeds whose own code raised.
 
-        Until then a seed that failed here is not active here.
+        With several ranks this needs `together`: all of them must call it.
         """
         failed = self._model.flow.failed
         if self._ranks.many:
@@ -440,7 +412,7 @@ class Safety:
         for slot, seed in self._model.training_seeds().items():
             weights = [*seed.parameters()]
             tensors = [*weights, *seed.buffers(), *self._moments(weights)]
-            if not self._ranks.all_agree(all_finite(tensors, LARGEST)):
+            if not self._ranks.all_agree(all_finite(tensors, OVERFLOW_LIMIT)):
                 self._remove(slot, "its weights are not finite")
 
     def _remove(self, slot: int, reason: str) -> None:
@@ -449,25 +421,25 @@ class Safety:
         self.topology_changed()
 
     def _before_step(self) -> None:
-        """Judge loss, gradients and buffers; clear the gradients of a bad batch."""
+        """Check loss, gradients and buffers; clear the gradients of a bad batch."""
         assert self.monitor is not None
         if self._ranks.many:
             self.remove_failed_seeds(together=True)
         shadow = self._training_tensors()
         parameters = [p for o in self._optimizer.param_groups for p in o["params"]]
-        # Training seeds do not affect the host, so they have no part in its norm.
+        # Training seeds do not affect the host, so its norm leaves them out.
         hosts = [p for p in parameters if id(p) not in shadow] if shadow else parameters
         seeds = [p for p in parameters if id(p) in shadow] if shadow else []
-        # Once, since every look at a gradient makes an object of it.
-        own, beside = (
+        # Once, since every access to a gradient creates a Python object.
+        own, of_seeds = (
             [g for p in part if (g := p.grad) is not None] for part in (hosts, seeds)
         )
-        if not own and not beside:
+        if not own and not of_seeds:
             return
-        loss, norm, finite, seeds_finite = self._measured(own, beside, shadow)
+        loss, norm, finite, seeds_finite = self._measured(own, of_seeds, shadow)
         self._loss = None
         due = self._due and not self.monitor.has_unlearnt(loss)
-        verdict = self.monitor.judge(loss, norm, finite=finite)
+        verdict = self.monitor.check(loss, norm, finite=finite)
         if verdict is not Verdict.HEALTHY:
             reason = self.monitor.describe(verdict, loss, norm, finite=finite)
             self._refuse(parameters, verdict, reason)
@@ -481,56 +453,53 @@ class Safety:
             self.take_snapshot()
 
     def _measured(
-        self, own: Sequence[Tensor], beside: Sequence[Tensor], shadow: set[int]
+        self, own: Sequence[Tensor], of_seeds: Sequence[Tensor], shadow: set[int]
     ) -> tuple[float | None, float, bool, bool]:
-        """Loss, if known; gradient norm; are buffers, and seeds' gradients, finite?
+        """Loss if known, gradient norm, whether buffers and seed gradients are finite.
 
-        All of it is read from the device at once; over ranks it is the worst of all.
+        One read from the device; with several ranks, the worst of all.
         """
-        buffers = [b for b in self._numbers if id(b) not in shadow]
-        judged = [
+        buffers = [b for b in self._checked_buffers if id(b) not in shadow]
+        tensors = [
             x.coalesce().values() if x.is_sparse else x
-            for x in (*own, *beside, *buffers)
+            for x in (*own, *of_seeds, *buffers)
         ]
-        found = [*torch._foreach_norm(judged)]
+        found = [*torch._foreach_norm(tensors)]
         if self._loss is not None:  # without `grower.loss` it is unknown
             found.append(self._loss)
-        if judged[0].is_cpu:  # where reading one by one is quicker than stacking
+        if tensors[0].is_cpu:  # where single reads are faster than stacking
             read = [number.item() for number in found]
         else:
-            read = torch.stack([n.to(judged[0].device) for n in found]).tolist()
+            read = torch.stack([n.to(tensors[0].device) for n in found]).tolist()
         loss = None if self._loss is None else read.pop()
         norm = math.hypot(*read[: len(own)])
-        held = read[len(own) + len(beside) :]
-        seeds_finite = all(map(math.isfinite, read[len(own) :][: len(beside)]))
-        finite = all(n <= LARGEST for n in held) or all_finite(buffers, LARGEST)
+        held = read[len(own) + len(of_seeds) :]
+        seeds_finite = all(map(math.isfinite, read[len(own) :][: len(of_seeds)]))
+        finite = all(n <= OVERFLOW_LIMIT for n in held)
+        finite = finite or all_finite(buffers, OVERFLOW_LIMIT)
         if self._ranks.many:
             bad = [float(not finite), float(not seeds_finite)]
             shown = -math.inf if loss is None else loss  # on all ranks or on none
-            mine = torch.tensor([shown, norm, *bad], device=judged[0].device)
+            mine = torch.tensor([shown, norm, *bad], device=tensors[0].device)
             shown, norm, *bad = self._ranks.worst(mine).tolist()
             loss = None if loss is None else shown
             finite, seeds_finite = (not flag for flag in bad)
         return loss, norm, finite, seeds_finite
 
     def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
-        """Let the step change nothing; roll back if the model itself is damaged."""
-        # A GradScaler that lowers its scale skips the steps of fused optimisers so.
+        """Skip the step; roll back if the model itself is damaged."""
+        # A GradScaler that lowers its scale skips steps of fused optimisers this way.
         found_inf = getattr(self._optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)
         self._refused += not is_skipped
         self._last_reason = reason.removesuffix("; the step was refused")
         self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
-        sound = self._ranks.all_agree(all_finite(self._active(), LARGEST))
+        sound = self._ranks.all_agree(all_finite(self._active(), OVERFLOW_LIMIT))
         if verdict is Verdict.DIVERGED or not sound:
             self._roll_back(reason)
         else:
             self.incidents.append(f"refused: {reason}")
-        if not is_skipped:
-            self._warn_once()
-
-    def _warn_once(self) -> None:
-        if not self._has_warned:
+        if not is_skipped and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"a batch was refused: {self._last_reason}. grower.summary() counts "
@@ -540,7 +509,7 @@ class Safety:
             )
 
     def _refuse_shadow(self, parameters: list[Tensor], shadow: set[int]) -> None:
-        """Drop non-finite gradients of training seeds; repeated ones remove seeds."""
+        """Drop non-finite gradients of training seeds; remove seeds that repeat it."""
         assert self.monitor is not None
         self._undo([p for p in parameters if id(p) in shadow], shadow)
         reason = "the gradients of a training seed are not finite"
@@ -555,10 +524,10 @@ class Safety:
             self._remove(slot, reason)
 
     def _roll_back(self, reason: str) -> None:
-        """Restore the snapshot and remove the seeds that spoil the output.
+        """Restore the snapshot and remove seeds whose output is not finite.
 
-        Repeated failures from one snapshot clear the moments, then remove the newest
-        seed and forget what was usual: a loss that stays high may be another task.
+        The second roll-back to a snapshot clears the moments. The third one removes the
+        newest seed and restarts the statistics: a lasting high loss may be a new task.
         """
         assert self.monitor is not None
         self.snapshot.restore()
@@ -577,22 +546,22 @@ class Safety:
             self._remove(slot, "its output is not finite")
         stages, ages = self._model.states.stage[0], self._model.states.age[0]
         active = [slot for slot in slots if int(stages[slot]) in REMOVABLE]
-        if active and not spoilers and self.rollbacks >= FORGIVEN:
+        if active and not spoilers and self.rollbacks >= MAX_ROLLBACKS:
             newest = min(active, key=lambda slot: int(ages[slot]))
             self._remove(newest, "training kept failing with it")
-        if self.rollbacks >= FORGIVEN:
+        if self.rollbacks >= MAX_ROLLBACKS:
             fresh = HealthMonitor(self.monitor.config)
             self._healthy = fresh.state_dict()
             self.monitor.load_state_dict(self._healthy)
 
     def _is_finite_with(self, **seeds: int) -> bool:
-        """Whether the output is finite with a seed tried or left out."""
+        """Whether the output is finite with one seed `tried` or `left_out`."""
         with self._model.flow.using(**seeds):
             fine = all_finite(self._model.example_outputs())
         return self._ranks.all_agree(fine)
 
     def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
-        """Drop gradients and put buffers back to before the batch."""
+        """Drop gradients and restore buffers."""
         for parameter in parameters:
             parameter.grad = None
         with torch.no_grad():
@@ -601,21 +570,19 @@ class Safety:
                     buffer.copy_(held)
 
     def _training_tensors(self) -> set[int]:
-        """Ids of parameters and buffers of the seeds that learn in shadow passes."""
+        """Ids of parameters and buffers of seeds in TRAINING."""
         modules, _ = self._model.parts()
-        if not modules:
-            return set()
-        homes = (home for m in modules for home in (m._parameters, m._buffers))
-        return {id(tensor) for home in homes for tensor in home.values()}
+        held = (home for m in modules for home in (m._parameters, m._buffers))
+        return {id(tensor) for home in held for tensor in home.values()}
 
     def _active(self) -> list[Tensor]:
-        """Parameters and buffers that the host's output depends on."""
+        """Parameters and buffers that affect the host's output."""
         skip = self._training_tensors() | self._constants
         everything = (*self._model.parameters(), *self._model.buffers())
         return [tensor for tensor in everything if id(tensor) not in skip]
 
     def _moments(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Optimiser state of some parameters."""
+        """Tensors in the optimiser state of some parameters."""
         state = self._optimizer.state
         return [
             value
@@ -627,37 +594,34 @@ class Safety:
 
     def _is_finite(self) -> bool:
         active = self._active()
-        fine = all_finite([*active, *self._moments(active)], LARGEST)
+        fine = all_finite([*active, *self._moments(active)], OVERFLOW_LIMIT)
         return self._ranks.all_agree(fine)
 
 
 def all_finite(tensors: Sequence[Tensor], limit: float = math.inf) -> bool:
-    """Whether no number is NaN, infinite or beyond the limit."""
+    """Whether no value is NaN, infinite or larger than the limit."""
     norms = _norms(tensors)
-    # A norm is at least the largest number and quickly computed, but it may overflow.
-    if not norms or bool((torch.stack(norms) <= min(limit, _MOST)).all()):
+    # A norm bounds the largest value and is fast, but it may overflow.
+    if not norms or bool((torch.stack(norms) <= min(limit, FLOAT32_MAX)).all()):
         return True
     largest = torch.stack(_norms(tensors, torch.inf))
     return bool((torch.isfinite(largest) & (largest <= limit)).all())
 
 
 def _norms(tensors: Sequence[Tensor], order: float = 2.0) -> tuple[Tensor, ...]:
-    """Norms of the tensors that hold fractions."""
-    numbers = [tensor.detach() for tensor in _fractions(tensors)]
+    numbers = [tensor.detach() for tensor in _inexact(tensors)]
     return torch._foreach_norm(numbers, order) if numbers else ()
 
 
-def _fractions(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that hold numbers which can be broken."""
+def _inexact(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Non-empty tensors of floating-point or complex numbers."""
     return [
-        tensor
-        for tensor in tensors
-        if tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+        t for t in tensors if t.numel() and (t.is_floating_point() or t.is_complex())
     ]
 
 
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A tensor without the repeats of an expanded axis, which cannot be written."""
+    """The tensor with expanded axes narrowed to 1, since those cannot be written."""
     strides = (tensor if like is None else like).stride()
     tensor = tensor.detach()
     for axis, stride in enumerate(strides):

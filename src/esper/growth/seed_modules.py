@@ -1,12 +1,9 @@
-"""What has grown in a host, as a submodule of the host.
+"""The seeds of a host as its submodule `esper_seeds`.
 
-    host.esper_seeds           the seeds, by slot
-    host.state_dict()          their weights, and the topology as JSON in a byte tensor
-
-So `parameters`, `state_dict`, `to`, `deepcopy`, pickling and averaging see what grew.
-Loading a grown state into a host that has `SeedModules` first rebuilds the topology;
-all of it is validated before anything changes. `growth.saving.serialization` does so
-for a plain host.
+So `parameters`, `state_dict`, `to`, `deepcopy`, pickling and averaging include seeds. A
+`state_dict` also holds the topology, as JSON in a byte tensor. Loading one validates
+all of it, rebuilds the topology and then copies the weights.
+`growth.saving.serialization` does the same for a plain host.
 """
 
 import signal
@@ -49,7 +46,7 @@ from esper.growth.saving.saved_topology import (
 
 
 class SeedModules(nn.ModuleDict):
-    """The seeds of a host by slot, oldest first, with their hooks and their stages."""
+    """The seeds of a host by slot, oldest first, with their hooks and stages."""
 
     def __init__(
         self,
@@ -60,67 +57,63 @@ class SeedModules(nn.ModuleDict):
         rng_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.root = (host,)  # in a tuple, since it is no submodule of this
+        self.root = (host,)  # a tuple, so that the host is no submodule of this
         self.places, self.slots = tuple(places), tuple(slots)
         self.blueprints = tuple(blueprints)
         self.flow = Flow()
         self.hooks = [SlotHooks(place, self.flow) for place in places]
-        begun: dict[nn.Module, list[SlotHooks]] = {}
+        by_inlet: dict[nn.Module, list[SlotHooks]] = {}
         spans = [hooks for hooks in self.hooks if hooks.place.geometry.spans]
         for hooks in spans:
-            begun.setdefault(hooks.place.inlet, []).append(hooks)
+            by_inlet.setdefault(hooks.place.inlet, []).append(hooks)
         for hooks in spans:
-            hooks.below = begun.get(hooks.place.outlet, [])
+            hooks.below = by_inlet.get(hooks.place.outlet, [])
         self._states = SeedStates.empty(1, len(self.slots))
-        self._passed = 0
-        """Batches that the states do not count yet."""
-        self._still = inf
-        """Batches in which nothing but such a count changes."""
+        self._pending_batches = 0
+        """Batches that `_states` does not include yet."""
+        self._batches_to_change = inf
+        """Batches until a stage or an alpha changes."""
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.traced = True
-        """Whether the places are as a call of the host showed them, not from a file."""
+        """Whether the places come from a call of the host, not from a file."""
         self.loading = False
-        """Whether a state that was validated is being loaded into its seeds."""
+        """Whether a validated state is being loaded."""
         self.training = host.training
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
-        """Deep copies of it, in copies of the host."""
+        """Deep copies of this, in copies of the host."""
 
     @property
     def host(self) -> nn.Module:
-        """The network that has grown."""
+        """The network with the seeds."""
         return self.root[0]
 
     @property
     def states(self) -> SeedStates:
         """Stages and alphas of all slots."""
-        if self._passed:
-            passed = torch.tensor([self._passed])
+        if self._pending_batches:
+            passed = torch.tensor([self._pending_batches])
             self.states = lifecycle.after(self._states, passed, decision=False)
         return self._states
 
     @states.setter
     def states(self, states: SeedStates) -> None:
-        self._states, self._passed = states, 0
-        going = states.moved < states.length
+        self._states, self._pending_batches = states, 0
+        moving = states.moved < states.length
         training = states.stage == Stage.TRAINING
-        left = torch.where(training, states.length - states.moved, 1)[going]
-        self._still = int(left.min()) if len(left) else inf
+        left = torch.where(training, states.length - states.moved, 1)[moving]
+        self._batches_to_change = int(left.min()) if len(left) else inf
 
     def count_batch(self) -> bool:
-        """Let a batch pass, if it only brings training seeds nearer to their ends.
-
-        Most batches do no more, so they are counted and not computed. Returns whether
-        this one was.
-        """
-        if self._still == inf:
+        """Count a batch if no stage or alpha changes in it; returns whether it did."""
+        if self._batches_to_change == inf:
             return True
-        still = self._passed + 1 < self._still
-        self._passed += still
-        return still
+        unchanged = self._pending_batches + 1 < self._batches_to_change
+        self._pending_batches += unchanged
+        return unchanged
 
     def attach(self) -> None:
-        """Become a submodule of the host and put the hooks on it."""
+        """Add this and the hooks to the host."""
         try:
             for hooks in self.hooks:
                 hooks.attach(self.host)
@@ -134,13 +127,13 @@ class SeedModules(nn.ModuleDict):
             raise
 
     def detach(self) -> None:
-        """Leave the host as it was before, co-trained."""
+        """Remove seeds and hooks from the host."""
         for hooks in self.hooks:
             hooks.detach()
         self.leave()
 
     def leave(self) -> None:
-        """Be no longer a submodule of the host; the hooks of its places stay."""
+        """Remove this from the host's submodules; the hooks of places stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -148,18 +141,18 @@ class SeedModules(nn.ModuleDict):
             del self.host._modules[NAME]
 
     def refuse_followed(self) -> None:
-        """Refuse a host that something grows already."""
+        """Raise if a Grower or GrowingModel already uses the host."""
         if self.flow.listener is not None and self.flow.listener() is not None:
             raise InvalidInputError(
-                "the host has slots of another Grower; call its detach() first."
+                "the host has slots of another Grower. Call its detach() first."
             )
 
     def adopt(self, other: "SeedModules") -> None:
-        """Take the seeds of a host that was rebuilt or copied, as they are."""
+        """Take over the seeds of a rebuilt or copied host."""
         topology = other.topology()
         self.check_slots(topology)
         seeds = {other.slots[slot_number(n)]: seed for n, seed in other.items()}
-        # Blocks are named by the number of the other slot.
+        # Names of cross blocks hold the number of the other slot.
         number = {other.slots.index(n): self.slots.index(n) for n in seeds}
         for seed in other.widening_seeds().values():
             blocks = dict(seed.cross.items())
@@ -171,12 +164,12 @@ class SeedModules(nn.ModuleDict):
         self.copies = other.copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which have random streams of their own."""
+        """State for copies and pickles; a generator is saved as its state."""
         stream = self.generator.get_state()
         return {**self.__dict__, "generator": stream, "copies": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SeedModules":
-        """A copy, which this one remembers as long as it lives."""
+        """Copy this and record the copy in `copies`."""
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(deepcopy(self.__getstate__(), memo))
         self.copies = [copy for copy in self.copies if copy() is not None]
@@ -184,26 +177,26 @@ class SeedModules(nn.ModuleDict):
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy."""
+        """Restore a copy."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.generator = torch.Generator()
         self.generator.set_state(state["generator"])
         self.copies = []
 
     def forward(self, h: Any) -> Any:  # noqa: ANN401
-        """Nothing, for hosts that call all their submodules one after the other."""
+        """Return the input: some hosts call all their submodules in a chain."""
         return h
 
     # Slots and seeds.
 
     def index(self, slot: str) -> int:
-        """The number of a slot."""
+        """Number of a slot."""
         if slot not in self.slots:
             raise unknown("there is no slot", slot, self.slots)
         return self.slots.index(slot)
 
     def place(self, slot: int) -> InsertionPoint:
-        """The place that a slot belongs to."""
+        """Place of a slot."""
         return self.places[slot % len(self.places)]
 
     def hooks_of(self, slot: int) -> SlotHooks:
@@ -211,7 +204,7 @@ class SeedModules(nn.ModuleDict):
         return self.hooks[slot % len(self.hooks)]
 
     def widening_seeds(self) -> dict[int, FormSeed]:
-        """Seeds with hidden units of their own by slot number, the oldest first."""
+        """Seeds with hidden units by slot number, oldest first."""
         return {
             slot_number(name): seed
             for name, seed in self.items()
@@ -219,7 +212,7 @@ class SeedModules(nn.ModuleDict):
         }
 
     def width(self, slot: int) -> int:
-        """Units between the two layers of a slot's place, those of seeds included."""
+        """Units between the two layers of a slot's place, including those of seeds."""
         place = self.place(slot)
         return units_of(place.inlet) + sum(
             seed.blueprint.size
@@ -228,13 +221,13 @@ class SeedModules(nn.ModuleDict):
         )
 
     def sized(self, slot: int, blueprint: Blueprint) -> Blueprint:
-        """The blueprint at the size that it has in a slot now."""
+        """Blueprint with the size that it has in a slot now."""
         if not blueprint.share or not self.place(slot).geometry.spans:
             return blueprint
         return replace(blueprint, size=blueprint.units(self.width(slot)), share=0.0)
 
     def blocks(self, slot: int, blueprint: Blueprint) -> dict[str, Layer]:
-        """Blocks that a new seed has with the units of neighbouring places."""
+        """Layers between the units of a new seed and those of neighbouring places."""
         here, size, blocks = self.place(slot), blueprint.size, dict[str, Layer]()
         if blueprint.form is not Form.WIDEN:
             return blocks
@@ -247,7 +240,7 @@ class SeedModules(nn.ModuleDict):
         return blocks
 
     def apply_states(self, states: SeedStates) -> None:
-        """Give the seeds the alphas of the next batch; remove those of free slots."""
+        """Set the alphas of the next batch and remove seeds of free slots."""
         alphas, training = lifecycle.schedule(states, 1)
         self.states = states
         for slot in range(len(self.slots)):
@@ -262,14 +255,10 @@ class SeedModules(nn.ModuleDict):
                 self.flow.changes += branch.shadow is not shadow
                 branch.shadow = shadow
 
-    def grow(self, slot: int, blueprint: Blueprint) -> None:
-        """Put a new seed into a free slot."""
-        self.insert(slot, self.new_seed(slot, blueprint))
-
     def new_seed(
         self, slot: int, blueprint: Blueprint, gated: bool | None = None
     ) -> nn.Module:
-        """A seed as it is planted in a slot now; for `gated` see `build`."""
+        """Build a seed for a slot; see `build` for `gated`."""
         place, blueprint = self.place(slot), self.sized(slot, blueprint)
         self._refuse_misfit(slot, blueprint)
         interlayer = seed_middle(place, blueprint)
@@ -288,7 +277,7 @@ class SeedModules(nn.ModuleDict):
         return seed.train(self.host.training)
 
     def outline(self, slot: int, blueprint: Blueprint, gated: bool) -> nn.Module:
-        """Names and shapes of a saved seed, which takes no memory."""
+        """Build a saved seed on the meta device, for its names and shapes."""
         self._refuse_misfit(slot, blueprint)
         place = self.place(slot)
         custom = blueprint.form is Form.CUSTOM
@@ -312,13 +301,13 @@ class SeedModules(nn.ModuleDict):
             )
 
     def insert(self, slot: int, seed: nn.Module) -> None:
-        """Put a seed into a free slot, in TRAINING until `put` says otherwise."""
+        """Put a seed into a free slot; it is in TRAINING until `apply_states`."""
         hooks = self.hooks_of(slot)
         self[f"slot_{slot}"] = seed
         hooks.branches = {**hooks.branches, slot: Branch(seed)}
 
     def remove_seed(self, slot: int) -> None:
-        """Take a seed and its blocks out, if there is one."""
+        """Remove the seed of a slot and its cross blocks, if there is one."""
         if f"slot_{slot}" in self:
             del self[f"slot_{slot}"]
             hooks = self.hooks_of(slot)
@@ -330,11 +319,11 @@ class SeedModules(nn.ModuleDict):
                         del seed.cross[key]
 
     def _add_blocks(self, slot: int, seed: FormSeed) -> None:
-        """Blocks with older seeds: zero into their units, random from them.
+        """Add cross blocks: zero into the units of older seeds, random from them.
 
-        Random ones are drawn like the first layer, which is scaled down as if all that
-        the units read had been drawn with it. What reads the units is zero, so that
-        nothing changes.
+        Random blocks have the deviation of the first layer, after that is scaled down
+        for the larger fan-in. Blocks that read the new units are zero, so the output
+        stays the same.
         """
         blocks = self.blocks(slot, seed.blueprint)
         above = [block for key, block in blocks.items() if key.startswith("from")]
@@ -354,7 +343,7 @@ class SeedModules(nn.ModuleDict):
     # All or nothing.
 
     def restore_point(self) -> Change:
-        """What puts seeds, blocks, stages and random stream back as they are now."""
+        """Return a function that restores seeds, blocks, stages and random stream."""
         seeds, states = dict(self.items()), self.states
         crosses = {s: dict(s.cross.items()) for s in self.widening_seeds().values()}
         branches = [
@@ -377,11 +366,9 @@ class SeedModules(nn.ModuleDict):
         return put_back
 
     def mirror(self, other: "SeedModules", twins: dict[str, nn.Module]) -> None:
-        """Have the seeds and stages of another; new seeds begin as copies of its own.
+        """Copy new seeds and the stages of another, and remove those it has lost.
 
-        Args:
-            other: What is followed, in a host of the same kind.
-            twins: The other's seeds that this one has followed; kept up to date.
+        `twins` holds the seeds of the other that have a copy here; it is updated.
         """
         for name in [
             n for n, seed in twins.items() if other._modules.get(n) is not seed
@@ -397,11 +384,11 @@ class SeedModules(nn.ModuleDict):
     # Saving.
 
     def get_extra_state(self) -> Tensor:
-        """The topology as JSON bytes."""
+        """Topology as JSON bytes."""
         return self.topology().to_tensor()
 
     def topology(self) -> SavedTopology:
-        """All that rebuilds the seeds but their weights."""
+        """Description of places and seeds, without weights."""
         return SavedTopology(
             format=FORMAT,
             places=tuple(
@@ -419,7 +406,6 @@ class SeedModules(nn.ModuleDict):
         )
 
     def _saved_seeds(self) -> tuple[SavedSeed, ...]:
-        """Every seed and its state as plain data, the oldest first."""
         states = asdict(self.states)
         used = {slot_number(name): seed for name, seed in self.items()}
         return tuple(
@@ -438,10 +424,10 @@ class SeedModules(nn.ModuleDict):
         )
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing more to do: the topology was rebuilt before."""
+        """Do nothing: `_before_load` has rebuilt the topology."""
 
     def blueprint_of(self, slot: int) -> Blueprint:
-        """The blueprint of a planted seed."""
+        """Blueprint of a planted seed."""
         return self.blueprints[int(self.states.blueprint[0, slot])]
 
     def _save_to_state_dict(
@@ -450,12 +436,12 @@ class SeedModules(nn.ModuleDict):
         prefix: str,
         keep_vars: bool,
     ) -> None:
-        if len(self):  # a host in which nothing has grown is a plain one
+        if len(self):  # a host without seeds saves a plain state
             super()._save_to_state_dict(destination, prefix, keep_vars)
             destination[f"{prefix}{HINT}"] = torch.zeros(0)
 
     def _load_from_state_dict(self, *args: Any) -> None:  # noqa: ANN401
-        """All was validated and built by `_before_load`, so only weights are copied."""
+        """Do nothing: `_before_load` has validated and built all seeds."""
 
     def _before_load(
         self,
@@ -465,13 +451,13 @@ class SeedModules(nn.ModuleDict):
         metadata: Mapping[str, Any] | None,
         *_: object,
     ) -> None:
-        """Take over all of a state at once; torch then copies the same again."""
+        """Validate a state and load all of it or nothing; torch then repeats it."""
         if self.loading:
             return
         topology = self.validated(state, prefix)
         if (metadata or {}).get("assign_to_params_buffers"):
             raise InvalidInputError(
-                "a host that grows loads in place only, without assign=True."
+                "a growing host loads in place only. Load it without assign=True."
             )
 
         def change() -> None:
@@ -495,10 +481,10 @@ class SeedModules(nn.ModuleDict):
         self.flow.following.loaded()
 
     def validated(self, state: Mapping[str, Any], prefix: str = "") -> SavedTopology:
-        """The topology of a host's state; refuses one that cannot be built here."""
+        """Read the topology of a state; raises if it cannot be built here."""
         topology = read_topology(state, prefix)
         if topology is None:
-            if len(self):  # a whole state from before anything grew
+            if len(self):  # a state from before anything grew
                 check_tensors(self.host, nn.ModuleDict(), state, prefix)
             return SavedTopology(
                 format=FORMAT, places=(), slots=self.slots, seeds=(), generator=""
@@ -507,42 +493,42 @@ class SeedModules(nn.ModuleDict):
             gone = [name for name in topology.slots if name not in self.slots]
             raise InvalidInputError(
                 f"the saved model has other slots: "
-                f"{', '.join(gone or topology.slots)}; build this one with the same."
+                f"{', '.join(gone or topology.slots)}. Build this one with the same."
             )
         self.check_slots(topology)
-        aside = SeedModules(self.host, self.places, self.slots, self.blueprints)
-        aside.traced = self.traced
+        outlines = SeedModules(self.host, self.places, self.slots, self.blueprints)
+        outlines.traced = self.traced
         try:
-            aside.rebuild(topology, outlines=True)
+            outlines.rebuild(topology, outlines=True)
         except InvalidInputError:
             raise
         except Exception as error:
             raise InvalidInputError(
                 f"the saved seeds cannot be built: {first_line(error)}"
             ) from error
-        check_tensors(self.host, aside, state, prefix)
+        check_tensors(self.host, outlines, state, prefix)
         return topology
 
     def check_slots(self, topology: SavedTopology) -> None:
-        """Refuse a topology whose seeds have no place here."""
+        """Raise if a seed of a topology has no slot, blueprint or shape here."""
         names = [blueprint.name for blueprint in self.blueprints]
         places = {place.name: place.geometry for place in topology.places}
         for seed in topology.seeds:
             if seed.slot not in self.slots:
                 raise InvalidInputError(
                     f"the saved model has a seed in {seed.slot}, and this one has "
-                    "no such slot; build it with the same slots."
+                    "no such slot. Build it with the same slots."
                 )
             if seed.blueprint not in names:
                 raise InvalidInputError(
                     f"the saved model has a seed {seed.blueprint}, which is not "
-                    "among this model's blueprints; build it with the same."
+                    "among this model's blueprints. Build it with the same."
                 )
             here = self.place(self.slots.index(seed.slot))
             if places[here.site.name] != here.geometry:
                 raise InvalidInputError(
                     f"the host's shapes at {here.site.name} are not those that were "
-                    "saved; build the same host with an example of the same shape."
+                    "saved. Build the same host with an example of the same shape."
                 )
 
     def rebuild(
@@ -552,14 +538,10 @@ class SeedModules(nn.ModuleDict):
         *,
         outlines: bool = False,
     ) -> None:
-        """Plant what a topology says, in its order; weights are loaded later.
+        """Plant the seeds of a topology in its order, without their weights.
 
-        Seeds that are there already stay, if they are just those.
-
-        Args:
-            topology: Validated, unless outlines are made of it.
-            seeds: The seeds themselves, by slot, instead of new ones.
-            outlines: Whether seeds are made without memory.
+        Current seeds stay if they are the same. `seeds` are used instead of new ones;
+        with `outlines`, new ones are on the meta device.
         """
         there = [replace(seed, state={}) for seed in topology.seeds]
         here = [replace(seed, state={}) for seed in self._saved_seeds()]
@@ -593,7 +575,7 @@ class SeedModules(nn.ModuleDict):
 
 
 def restore_tensors(host: nn.Module) -> Change:
-    """What gives all tensors of a host's state the values that they have now."""
+    """Return a function that restores the values of all tensors of a host's state."""
     state = host.state_dict().values()
     held = [(tensor, tensor.clone()) for tensor in state if isinstance(tensor, Tensor)]
 
@@ -607,7 +589,7 @@ def restore_tensors(host: nn.Module) -> Change:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the block has ended."""
+    """Delay Ctrl-C until the end of the block."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before):
@@ -628,24 +610,24 @@ def uninterrupted() -> Iterator[None]:
 
 
 def grown_part(host: nn.Module) -> SeedModules | None:
-    """What has grown in a host."""
+    """The `SeedModules` of a host, or None."""
     found = getattr(host, "_modules", {}).get(NAME)
     return found if isinstance(found, SeedModules) else None
 
 
 def host_parameters(host: nn.Module) -> dict[str, nn.Parameter]:
-    """A host's own parameters, without those of seeds."""
+    """Parameters of a host without those of seeds."""
     named = host.named_parameters()
     return {name: p for name, p in named if not name.startswith(f"{NAME}.")}
 
 
 def slot_number(name: str) -> int:
-    """The slot of a seed's name, "slot_3", or of a parameter's, "slot_3.weights"."""
+    """Slot number in the name of a seed, "slot_3", or of its parameters."""
     return int(name.split(".")[0].removeprefix("slot_"))
 
 
 def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
-    """What a seed of this blueprint has between its two layers."""
+    """Module between the two layers of a seed of this blueprint."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()
     return new_interlayer(place.interlayer, blueprint.size, units_of(place.inlet))
@@ -653,19 +635,11 @@ def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
 
 @torch.no_grad()
 def _init_weight(weights: nn.ParameterDict, name: str, host: Tensor | None) -> None:
-    """Scale the first weights of new units.
+    """Scale the first weights of new units in place.
 
-    In an MLP (no `host`) as where controllers are trained: He's deviation, sqrt(2 /
-    inputs), and no biases. With `early` that scored 0.519 against 0.504 with the host's
-    own deviation on mnist1d, and 0.881 against 0.882 on letter (MLPs of 16 units, 5
-    random seeds each); with `doubling` 0.948 against 0.951 on five small tables. In
-    other hosts, to the deviation of the host's own weights: a CNN on digits scored
-    0.966 with that and 0.959 with He's (4 random seeds).
-
-    Args:
-        weights: Of the seed, changed in place.
-        name: Of the layer in them.
-        host: The weight of the host's own layer; None for He's deviation.
+    In an MLP (`host` is None) as in training controllers: He's deviation, sqrt(2 /
+    inputs), and zero biases. Elsewhere to the deviation of the host's weights: a CNN on
+    digits scored 0.966 with that and 0.959 with He's (4 random seeds).
     """
     weight = weights[name]
     built = float(weight.double().std(correction=0))

@@ -1,9 +1,8 @@
-"""Changing a growing model while an optimiser trains it.
+"""Changes of a growing model while an optimiser trains it.
 
-Every op goes through `Topology`: the model changes, parameters join or leave the
-optimiser, the change of the model's output on its example is measured, and receipts
-and events are kept until they are collected. A change is made as a whole or not at
-all, whatever raises in it; Ctrl-C waits for its end.
+Every op goes through `Topology`: it changes the model, updates the optimiser, measures
+the change of the output on the example, and records receipts and events. A change is
+applied completely or not at all, even if something raises; Ctrl-C is delayed.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,18 +41,18 @@ PASSED = {
     Stage.HOLDING: "alpha reached its target",
     Stage.DORMANT: "alpha reached 0",
 }
-"""Why a stage was entered when nothing was said."""
+"""Reason for entering a stage without an op."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one op did to the model's output on its example."""
+    """Effect of one op on the model's output on its example."""
 
     op: str
     slot: str
     blueprint: str
     jump: float
-    """Largest change of any number of the output, in eval mode."""
+    """Largest absolute change of the output in eval mode."""
 
     def __str__(self) -> str:
         """One line."""
@@ -62,7 +61,7 @@ class Receipt:
 
 
 class Topology(TopologyListener):
-    """A growing model and the optimiser that follows its changes."""
+    """A growing model with its optimiser."""
 
     removes_failed = True
 
@@ -86,23 +85,23 @@ class Topology(TopologyListener):
             raise
         model.flow.listener = ref(self)
         self.is_replaced = False
-        """Whether another one follows the host now."""
+        """Whether another `Topology` has taken over the host."""
         self.after_load: Callable[[], None] | None = None
-        """Called when a state has been loaded into the host."""
+        """Called after a state was loaded into the host."""
         self._copies: list[tuple[ref[SeedModules], dict[str, nn.Module]]] = []
-        """Copies of the host that grow with it, and whose seeds they have."""
+        """Copies of the host that grow with it, and the seeds that they copied."""
         self.step = 0
-        """The decision that events are recorded under."""
+        """Number of the decision in recorded events."""
         self.receipts: list[Receipt] = []
         self.events: list[StageChanged] = []
 
     def act(self, actions: Int64[Tensor, "1 head"]) -> Receipt:
-        """Change a slot, let the optimiser follow, and measure the jump."""
+        """Apply an action, update the optimiser and measure the change of output."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         before, stages = self.model.example_outputs(), self.model.states.stage
         kind = int(self.model.states.blueprint[0, index])
         without: list[Tensor] = []
-        if op is Op.PRUNE:  # it fades; the receipt prints the whole of the jump
+        if op is Op.PRUNE:  # it fades later; the receipt holds the total change
             with self.model.flow.using(left_out=index):
                 without = self.model.example_outputs()
 
@@ -123,25 +122,25 @@ class Topology(TopologyListener):
         return receipt
 
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
-        """Let batches pass, up to a decision."""
+        """Advance stages and alphas; see `GrowingModel.tick`."""
         stages = self.model.states.stage
         self.follow(lambda: self.model.tick(batches, decision=decision))
         self._record_stages(stages, "")
 
     def remove(self, slot: int, reason: str) -> None:
-        """Take a seed out at once."""
+        """Remove a seed at once."""
         stages = self.model.states.stage
         self.follow(lambda: self.model.remove(slot))
         self._record_stages(stages, reason)
 
     def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
-        """Receipts and events since the last time."""
+        """Return receipts and events since the last call."""
         found = tuple(self.receipts), tuple(self.events)
         self.receipts, self.events = [], []
         return found
 
     def follow(self, change: Change) -> None:
-        """Change the topology, let the optimiser follow; all of it or nothing."""
+        """Change topology, optimiser and copies of the host; all or nothing."""
         with uninterrupted():
             put_back = self.model.seeds.restore_point(), self.surgery.restore_point()
             before = self.model.seed_parameters()
@@ -160,21 +159,21 @@ class Topology(TopologyListener):
                     living.mirror(self.model.seeds, twins)
 
     def add_copy(self, module: nn.Module) -> None:
-        """Let a copy of the host, as averaging makes one, grow with it from now on."""
+        """Let a copy of the host, such as an average, grow with it from now on."""
         found = [part for part in module.modules() if isinstance(part, SeedModules)]
         if len(found) != 1 or found[0].slots != self.model.slots:
             raise InvalidInputError(
-                "only a copy of the host can follow it; make it after the Grower."
+                "only a copy of the host can follow it. Make it after the Grower."
             )
         (copy,) = found
         if [*copy] != [*self.model.seeds]:
             raise InvalidInputError(
-                "the host has grown since the copy was made; copy it again."
+                "the host has grown since the copy was made. Copy it again."
             )
         self._copies.append((ref(copy), dict(self.model.seeds.items())))
 
     def give_up(self, successor: TopologyListener) -> None:
-        """Leave host, seeds, optimiser and averages to another one."""
+        """Hand the host and its copies over to another listener."""
         self.is_replaced = True
         self.surgery.detach()
         if (
@@ -185,7 +184,7 @@ class Topology(TopologyListener):
         self._copies = []
 
     def lagging_copies(self) -> list[SeedModules]:
-        """Living copies of the host that do not grow with it and have other seeds."""
+        """Copies of the host that do not grow with it and have other seeds."""
         followed = [copy() for copy, _ in self._copies]
         living = [copy() for copy in self.model.seeds.copies]
         return [
@@ -196,25 +195,23 @@ class Topology(TopologyListener):
         ]
 
     def loaded(self) -> None:
-        """A state was loaded into the host."""
+        """Call `after_load`."""
         if self.after_load is not None:
             self.after_load()
 
     def _join(self, named: dict[str, nn.Parameter], known: set[nn.Parameter]) -> None:
-        """Let newborns join the groups of the layers they grow at."""
-        for name, parameter in named.items():
-            if parameter not in known:
-                slot = slot_number(name.removeprefix(f"{NAME}."))
-                beside = self._neighbour(slot, parameter)
-                self.surgery.join({name: parameter}, beside)
-        born = [p for p in named.values() if p not in known]
-        self.ranks.from_first(born)
+        """Add new parameters to the groups of their neighbouring layers."""
+        new = {name: p for name, p in named.items() if p not in known}
+        for name, parameter in new.items():
+            slot = slot_number(name.removeprefix(f"{NAME}."))
+            self.surgery.join({name: parameter}, self._neighbour(slot, parameter))
+        self.ranks.from_first(new.values())
 
-    def _neighbour(self, slot: int, newborn: nn.Parameter) -> nn.Parameter | None:
-        """A trained parameter of the layer that a slot writes to, or reads.
+    def _neighbour(self, slot: int, new: nn.Parameter) -> nn.Parameter | None:
+        """A trained parameter of the outlet or inlet of a slot.
 
-        Vectors, such as biases, go with vectors, which often are not decayed: of that
-        layer, or else of the host.
+        Vectors, such as biases, join vectors of that layer or else of the host, since
+        these often have no weight decay.
         """
         place = self.model.place(slot)
         groups = self.optimizer.param_groups
@@ -225,7 +222,7 @@ class Topology(TopologyListener):
             for parameter in module.parameters()
             if id(parameter) in trained
         ]
-        vector = newborn.ndim < 2
+        vector = new.ndim < 2
         if vector:
             own = host_parameters(self.model.host).values()
             near += [p for p in own if p.ndim < 2 and id(p) in trained]
@@ -233,7 +230,7 @@ class Topology(TopologyListener):
         return next(iter(alike or near), None)
 
     def _record_stages(self, before: Tensor, reason: str) -> None:
-        """An event for every slot whose stage changed, by an op or by itself."""
+        """Record an event for every slot whose stage changed."""
         after = self.model.states.stage
         for slot in (before[0] != after[0]).nonzero().flatten().tolist():
             self.events.append(
@@ -269,7 +266,7 @@ def action_text(
 
 
 def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
-    """Refuse an action that its masks forbid: a controller may be anyone's code."""
+    """Raise if the masks forbid an action: a controller may be the user's code."""
     if actions.shape != (1, NUM_HEADS):
         raise IllegalActionError(
             f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
@@ -300,6 +297,6 @@ def without_slots(masks: ActionMasks, slots: Collection[int]) -> ActionMasks:
 
 
 def _jump(before: list[Tensor], after: list[Tensor]) -> float:
-    """Largest change of any number."""
+    """Largest absolute change; infinite if none is a number."""
     jumps = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
     return max((jump for jump in jumps if jump == jump), default=inf)

@@ -1,19 +1,13 @@
-r"""A grown model as a plain module: seeds are folded into the host, or stay branches.
+r"""Export a grown model as a plain module: seeds are folded in or stay branches.
 
-    plain = export(growing)
-
-    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and norms between get units;
-                  blocks between units of neighbouring places go where both meet
-    LOW_RANK      W <- W + alpha B A beside a layer, W <- (I + alpha B A) W after it
+    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and norms between get units
+    LOW_RANK      W <- W + alpha B A around a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
-The result has the host's own class and signature, and no trace of growing if all seeds
-fold; the others stay branches, in a submodule `Branches`. A layer's own output comes
-before everything added to it, so a seed folds only if no branch is left that would read
-or scale it otherwise, and seeds whose units feed each other fold together. Weights are
-computed in float64, on the rows and columns that the seed knows of, since layers may
-have been widened before. The result is tried on the example: where folding breaks a
-host, branches stay.
+The result has the host's class; seeds that do not fold are in a submodule `Branches`. A
+seed folds only if no branch is left that would then read or scale another tensor; seeds
+whose units feed each other fold together. The result is compared with the model on the
+example: where folding changes the answer, branches stay.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,17 +45,16 @@ if TYPE_CHECKING:
     from esper.growth.model import GrowingModel
 
 TOLERANCE: Final = 1e-3
-"""Difference to the growing model's output, relative to its largest number, from which
-a merge is undone; a thousandth of it in float64."""
+"""Largest error of a merge, relative to the largest output; 1e-6 in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveSeed:
-    """A seed that changes the host's output, as an export takes it."""
+    """A seed that changes the host's output."""
 
     slot: int
     name: str
-    """Of the slot."""
+    """Name of the slot."""
     place: InsertionPoint
     branch: Branch
 
@@ -72,11 +65,9 @@ class ActiveSeed:
 
 
 def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
-    """A copy of the grown host that computes the same; the model is unchanged.
+    """Copy of the grown host with the same output; seeds in TRAINING are left out.
 
-    Args:
-        model: A host with seeds. Those in TRAINING are left out.
-        merge: Whether seeds are folded into the host's layers where they can be.
+    With `merge`, seeds are folded into the host's layers where that is possible.
     """
     active = _active_seeds(model)
     names = {module: name for name, module in model.host.named_modules()}
@@ -84,7 +75,7 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
     expected = eval_outputs(model, example)
 
     def attempt(refused: Mapping[str, str]) -> tuple[nn.Module, str]:
-        """A module without folds at the refused places, and what is wrong with it."""
+        """Export without folds at the refused places, and what is wrong with it."""
         reasons = plan(active, refused)
         folds = [one for one in active if not reasons[one.slot]]
         rest = {one.slot: f"{one.name}: {reasons[one.slot]}" for one in active}
@@ -96,24 +87,24 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
             merge_into(host, names, folds)
             with _refused_calls(model, names):
                 found = eval_outputs(host, example)
-        except Exception as error:  # whatever it cannot do is the answer
+        except Exception as error:  # the host may be any code
             return host, f"it would fail, {first_line(error)}"
         return host, _difference(expected, found)
 
     places = [*dict.fromkeys(one.place.site.name for one in active)]
     refused = {} if merge else dict.fromkeys(places, "merging was switched off")
-    module, trouble = attempt(refused)
-    if trouble and merge:  # fold place after place, as far as that works
-        refused = dict.fromkeys(places, trouble)
+    module, problem = attempt(refused)
+    if problem and merge:  # fold one place after the other, where that works
+        refused = dict.fromkeys(places, problem)
         for name in places:
             fewer = {other: why for other, why in refused.items() if other != name}
-            _, trouble = attempt(fewer)
-            refused = {**fewer, name: trouble} if trouble else fewer
-        module, trouble = attempt(refused)
-    if trouble:
+            _, problem = attempt(fewer)
+            refused = {**fewer, name: problem} if problem else fewer
+        module, problem = attempt(refused)
+    if problem:
         raise InvalidInputError(
-            f"a copy of the host does not answer like the host ({trouble}); its "
-            "modules must find each other as attributes, never from outside."
+            f"a copy of the host does not answer like the host ({problem}). Its "
+            "modules must reach each other through attributes, not through closures."
         )
     return module
 
@@ -121,10 +112,10 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
 def why_units_do_not_fold(
     host: nn.Module, place: InsertionPoint, blueprint: Blueprint, example: Example
 ) -> str:
-    """Why the host answers otherwise with new units in its layers; empty if not.
+    """Why new units in its layers change the host's answer; empty if they do not.
 
-    Nothing reads the units, so only code that depends on the width can change the
-    answer. The host is left as it was.
+    Nothing reads the units, so only code that depends on the width can change it. The
+    host is restored.
     """
     names = {module: name for name, module in host.named_modules()}
     norms = [step for step in every_step(place.interlayer) if step in names]
@@ -141,7 +132,7 @@ def why_units_do_not_fold(
     try:
         merge_into(host, names, [one])
         return _difference(expected, eval_outputs(host, example))
-    except Exception as error:  # whatever it cannot do is the answer
+    except Exception as error:  # the host may be any code
         return f"it would fail, {first_line(error)}"
     finally:
         for module, attributes, parameters, buffers in before:
@@ -150,11 +141,10 @@ def why_units_do_not_fold(
 
 
 class Branches(nn.ModuleDict):
-    """The seeds of an exported host that could not be merged, at the alphas they had.
+    """Seeds of an exported host that were not merged.
 
-    They are trained, saved, copied and moved with the host. A layer that other seeds
-    have widened has more channels than a seed was built for: the seed reads the first
-    ones and adds nothing to the others.
+    In a layer that other seeds have widened, a seed reads and writes only the first
+    channels.
     """
 
     def __init__(
@@ -168,18 +158,18 @@ class Branches(nn.ModuleDict):
             }
         )
         self.reasons = [*reasons]
-        """Slots whose seeds are not merged, as "slot: why"."""
+        """Why seeds were not merged, as "slot: reason"."""
         self.training = training
 
     def forward(self, h: Any) -> Any:  # noqa: ANN401
-        """Nothing, for hosts that call all their submodules one after the other."""
+        """Return the input: some hosts call all their submodules in a chain."""
         return h
 
 
 def _copy_host(
     model: "GrowingModel", slots: Collection[int]
 ) -> tuple[nn.Module, list[SlotHooks]]:
-    """A copy of the host with hooks for the seeds of some slots and no others."""
+    """Copy of the host with the hooks of some slots only."""
     try:
         host = deepcopy(model.host)
     except Exception as error:
@@ -206,7 +196,7 @@ def _copy_host(
 def _refused_calls(
     model: "GrowingModel", names: Mapping[nn.Module, str]
 ) -> Iterator[None]:
-    """Refuse calls of the growing model's own modules in the block."""
+    """Raise if the growing model's own modules are called in the block."""
     own = {*model.modules()}
 
     def refuse(module: nn.Module, args: object) -> None:
@@ -221,7 +211,7 @@ def _refused_calls(
 
 
 def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
-    """Seeds that change the output, in the order in which they are applied."""
+    """Seeds that change the output, in order of application."""
     active: list[ActiveSeed] = []
     for hooks in model.hooks:
         for slot, branch in hooks.branches.items():
@@ -230,7 +220,7 @@ def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
                 continue
             if hooks.write not in hooks.place.outlet._forward_hooks.values():
                 raise InvalidStateError(
-                    f"the hooks of slot {name!r} were taken off the host; export "
+                    f"the hooks of slot {name!r} were removed from the host. Export "
                     "before detach()."
                 )
             active.append(ActiveSeed(slot, name, hooks.place, branch))
@@ -238,7 +228,7 @@ def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
 
 
 def _suited(example: Example, host: nn.Module) -> Example:
-    """The example where the host lies now, and as exact as it is."""
+    """The example on the device and in the dtype of the host."""
     like = next(p for p in host.parameters() if p.is_floating_point())
 
     def moved(leaf: Any) -> Any:  # noqa: ANN401
@@ -252,7 +242,7 @@ def _suited(example: Example, host: nn.Module) -> Example:
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    """In words, how two answers differ; empty if they agree."""
+    """How two answers differ; empty if they agree."""
     shapes = [[tuple(tensor.shape) for tensor in one] for one in (expected, found)]
     if shapes[0] != shapes[1]:
         return f"it would answer with shapes {shapes[1]} instead of {shapes[0]}"
@@ -275,9 +265,7 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
 def plan(active: Sequence[ActiveSeed], refused: Mapping[str, str]) -> dict[int, str]:
     """Why each slot's seed stays a branch; empty if it folds.
 
-    Args:
-        active: Seeds in the order in which they are applied, place by place.
-        refused: Places that must not be folded, and why.
+    `refused` holds places that must not be folded, and why.
     """
     whys = {
         one.slot: refused.get(one.place.site.name) or why_not(one) for one in active
@@ -296,15 +284,15 @@ def plan(active: Sequence[ActiveSeed], refused: Mapping[str, str]) -> dict[int, 
 
 
 def _linked(active: Sequence[ActiveSeed]) -> list[tuple[ActiveSeed, ActiveSeed]]:
-    """Pairs of seeds of which the first one's units feed the second one's."""
+    """Pairs of seeds where units of the first feed units of the second."""
     widening = [s for s in active if isinstance(s.seed, FormSeed) and s.seed.widens]
     pairs = product(widening, widening)
     return [(u, d) for u, d in pairs if u.place.outlet is d.place.inlet]
 
 
 def _reasons(active: Sequence[ActiveSeed], whys: Mapping[int, str]) -> dict[int, str]:
-    """Why each slot's seed stays a branch, its own reason or its neighbours'."""
-    # By outlet, the first branch that is left there, that reads it, that scales it.
+    """Why each slot's seed stays a branch: its own reason, or that of others."""
+    # By outlet, the first remaining branch that adds to it, reads it or scales it.
     left: dict[str, dict[str, str]] = {}
     reasons: dict[int, str] = {}
     for site, group in groupby(active, key=lambda one: one.place.site):
@@ -333,7 +321,7 @@ def _reasons(active: Sequence[ActiveSeed], whys: Mapping[int, str]) -> dict[int,
 
 
 def why_not(one: ActiveSeed) -> str:
-    """Why a seed's own kind or place keeps it from folding; empty if nothing does."""
+    """Why the kind or place of a seed does not allow folding; empty if it does."""
     if one.branch.style != ADD:
         return "it scales its outlet"
     if not isinstance(one.seed, FormSeed):
@@ -344,11 +332,11 @@ def why_not(one: ActiveSeed) -> str:
 def merge_into(
     host: nn.Module, names: Mapping[nn.Module, str], active: Sequence[ActiveSeed]
 ) -> None:
-    """Fold seeds into a copy of their host, in the order in which they are applied."""
+    """Fold seeds into a copy of their host, in order of application."""
     at: dict[int, tuple[int, int]] = {}
     for site, group in groupby(active, key=lambda one: one.place.site):
         outlet = host.get_submodule(site.outlet)
-        # Residual seeds of one place all read what was there before them.
+        # Residual seeds of one place all read the tensor before any of them.
         before = _read(outlet)
         for one in group:
             seed = one.seed
@@ -361,26 +349,24 @@ def merge_into(
                 at[one.slot] = _widen(
                     firsts, outlet, params, seed.geometry, one.branch.alpha
                 )
-                for norm, own in _pairs(one.place.interlayer, seed):
+                own_steps = every_step(seed.interlayer.children())
+                steps = zip(every_step(one.place.interlayer), own_steps, strict=True)
+                for norm, own in steps:
                     if isinstance(norm, NORMS):
                         _more_units(host.get_submodule(names[norm]), own)
             else:
                 read = before if site.residual else None
                 _fold_linear(outlet, params, one.branch.alpha, read)
     for above, below in _linked(active):
-        block = above.branch.alpha * _exact(_cross_weight(above, below))
+        assert isinstance(above.seed, FormSeed)
+        assert isinstance(below.seed, FormSeed)
+        block = _exact(below.seed.block(below.slot, above.slot, above.seed))
+        block = above.branch.alpha * block
         block = block.T if above.place.geometry.outlet_kernel is None else block
         layer = host.get_submodule(below.place.site.inlet)
         weight, (row, column) = _read(layer)[0], (at[below.slot][0], at[above.slot][1])
         weight[row : row + len(block), column : column + block.shape[1]] = block
         _put(layer, "weight", weight)
-
-
-def _cross_weight(above: ActiveSeed, below: ActiveSeed) -> Tensor:
-    """The block between the units of two seeds; the younger one owns it."""
-    assert isinstance(above.seed, FormSeed)
-    assert isinstance(below.seed, FormSeed)
-    return below.seed.block(below.slot, above.slot, above.seed)
 
 
 def _widen(
@@ -390,10 +376,9 @@ def _widen(
     at: Geometry,
     alpha: float,
 ) -> tuple[int, int]:
-    """Units for the first layer and its gate, columns for the second; at the end.
+    """Append units to the first layer and its gate, and columns to the second.
 
-    Returns:
-        Where they begin.
+    Returns the first new row and the first new column.
     """
     row = 0
     for name, inlet in firsts.items():
@@ -437,7 +422,7 @@ def _fold_linear(
     alpha: float,
     before: tuple[Tensor, Tensor | None] | None,
 ) -> None:
-    """Add alpha times a linear seed, of the outlet's input or of its output before."""
+    """Add a linear seed times alpha; it reads the input, or the output `before`."""
     weight, bias = _read(outlet)
     matrix, shift = _linear_map(params)
     rows, columns = matrix.shape[:2]
@@ -458,7 +443,7 @@ def _fold_linear(
 
 
 def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """A linear seed as one map `[output, input, ...]` and a shift."""
+    """Weight `[output, input, ...]` and shift of a linear seed."""
     last = params["last"]
     if "first" not in params:
         return last.diag(), params["last_bias"]
@@ -469,7 +454,7 @@ def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
-    """Give a module's tensor other values, and another size if they have one."""
+    """Set a tensor of a module, which may change its size."""
     old = getattr(module, name)
     value = swap_layout(module, value) if name == "weight" else value
     like = module.get_parameter("weight") if old is None else old
@@ -483,21 +468,13 @@ def _put(module: nn.Module, name: str, value: Tensor) -> None:
         setattr(module, name, nn.Parameter(value, requires_grad=like.requires_grad))
 
 
-def _pairs(
-    interlayer: Sequence[nn.Module], seed: FormSeed
-) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """What lies between the layers, the host's and the seed's own."""
-    own = every_step(seed.interlayer.children())
-    return zip(every_step(interlayer), own, strict=True)
-
-
 def _read(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias."""
+    """Weight and bias in float64."""
     bias = module._parameters.get("bias")
     weight = swap_layout(module, _exact(module.get_parameter("weight")))
     return weight, None if bias is None else _exact(bias)
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """A copy in float64; on the CPU, since not every device has that."""
+    """Copy in float64 on the CPU: not every device has float64."""
     return tensor.detach().to(device="cpu", dtype=torch.float64, copy=True)

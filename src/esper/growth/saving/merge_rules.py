@@ -1,4 +1,4 @@
-"""Whether a seed folds into the host's own layers when the host is exported."""
+"""Rules for which seeds an export can fold into the host's own layers."""
 
 from torch import nn
 
@@ -10,14 +10,14 @@ from esper.growth.blueprints.geometry import Geometry
 
 
 def why_no_merge(place: InsertionPoint, blueprint: Blueprint) -> str:
-    """Why a seed of this kind and size stays a branch there; empty if it folds."""
+    """Why a seed of this blueprint stays a branch at a place; empty if it folds."""
     form, at = blueprint.form, place.geometry
     if form is Form.CUSTOM:
         return "it is a module of its own"
     if form is Form.WIDEN:
         return _why_no_units(place, blueprint.units(units_of(place.inlet)))
     if form not in (Form.LOW_RANK, Form.SCALE_SHIFT):
-        return f"{blueprint.name} is not linear, or looks at neighbours"
+        return f"{blueprint.name} is not linear, or mixes positions"
     if at.residual:
         layer = is_layer(place.outlet) and "weight" in place.outlet._parameters
         norm = form is Form.SCALE_SHIFT and _scales_channels(place.outlet, at)
@@ -39,7 +39,7 @@ def _why_no_units(place: InsertionPoint, units: int) -> str:
 
 
 def _scales_channels(norm: nn.Module, at: Geometry) -> bool:
-    """Whether a norm's own weight lies along the channels of the outlet."""
+    """Whether the weight of a norm is per channel of the outlet."""
     weight = norm._parameters.get("weight")
     if not isinstance(norm, NORMS) or weight is None:
         return False

@@ -1,10 +1,10 @@
-"""How what has grown in a host is saved: names, and what a state must hold.
+"""Format and validation of the saved state of a grown host.
 
     esper_seeds._extra_state    the topology as JSON in a byte tensor
     esper_seeds.slot_3.*        weights of a seed
 
-All of a state is checked before anything is built from it: whoever wrote it decides
-neither which code runs nor how much memory is taken.
+A state may come from a stranger. All of it is checked before anything is built, so that
+it controls neither which code runs nor how much memory is used.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,9 +24,9 @@ from esper.growth.blueprints.registry import find
 from esper.growth.lifecycle import SeedStates
 
 NAME: Final = "esper_seeds"
-"""The submodule of a host that holds what has grown."""
+"""Name of the submodule of a host that holds its seeds."""
 HINT: Final = "load it with esper.rebuild(host, state_dict)"
-"""A key of a grown state, so that torch's refusal to load it says what to do."""
+"""A key of a grown state, so that torch's error for unknown keys tells what to do."""
 TOPOLOGY: Final = f"{NAME}._extra_state"
 FORMAT: Final = 2
 """Version of a saved topology."""
@@ -56,24 +56,24 @@ class SavedSeed:
     blueprint: Text
     size: Annotated[int, Field(ge=0, lt=2**31)]
     gated: bool
-    """Whether a module of a user is multiplied by a gate."""
+    """Whether a user's module is multiplied by a gate."""
     state: dict[str, Any]
     """Its `SeedStates`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTopology:
-    """All that rebuilds the seeds of a host but their weights; the oldest first."""
+    """Seeds of a host without their weights, oldest first."""
 
     format: int
     places: Annotated[tuple[SavedPlace, ...], Field(max_length=MAX_PLACES), FailFast()]
     slots: Annotated[tuple[Text, ...], Field(max_length=MAX_SLOTS), FailFast()]
     seeds: Annotated[tuple[SavedSeed, ...], Field(max_length=MAX_SLOTS), FailFast()]
     generator: Annotated[str, Field(max_length=2**16)]
-    """State of the random stream, in hexadecimal digits."""
+    """State of the random generator in hexadecimal digits."""
 
     def to_tensor(self) -> Tensor:
-        """As JSON bytes in a tensor, since some formats take nothing but tensors."""
+        """JSON bytes in a tensor, since some formats hold only tensors."""
         text = bytearray(_ADAPTER.dump_json(self, exclude_defaults=True))
         return torch.frombuffer(text, dtype=torch.uint8)
 
@@ -88,13 +88,13 @@ _ADAPTER: Final = TypeAdapter(SavedTopology)
 
 
 def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology | None:
-    """The topology in a host's state; None if nothing has grown in it."""
+    """Read and check the topology in a host's state; None if there are no seeds."""
     raw = state.get(f"{prefix}{TOPOLOGY}")
     if raw is None:
         lost = [name for name in state if name.startswith(f"{prefix}{NAME}.")]
         if lost:
             raise InvalidInputError(
-                f"the state has {lost[0]!r} but no topology; it is damaged."
+                f"the state has {lost[0]!r} but no topology. The file is damaged."
             )
         return None
     check_tensor("the topology", raw)
@@ -113,7 +113,7 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
         if found != FORMAT:
             raise InvalidInputError(
                 f"the saved network has format {found} and this version of Esper reads "
-                f"{FORMAT}; load it with the version that saved it."
+                f"{FORMAT}. Load it with the version that saved it."
             )
         topology = _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
@@ -125,8 +125,7 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line."""
-    # Without the input, which may be large.
+    """First error in one line, without the input, which may be large."""
     first, *_ = error.errors(
         include_url=False, include_context=False, include_input=False
     )
@@ -135,7 +134,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _check_topology(topology: SavedTopology) -> None:
-    """Refuse what its types allow and no host has."""
+    """Raise if values are of the right types but impossible."""
     names = {field.name for field in fields(SeedStates)} - {"blueprint"}
     places = [place.name for place in topology.places]
     rounds = len(topology.slots) // max(1, len(places))
@@ -153,9 +152,9 @@ def _check_topology(topology: SavedTopology) -> None:
         elif set(state) != names or not all(
             type(value) is float and 0 <= value < 2**31 for value in state.values()
         ):
-            wrong = "has a state that is none"
+            wrong = "has an invalid state"
         elif any(state[n] % 1 for n in names if not n.startswith("alpha")):
-            wrong = "has a state that is no whole number"
+            wrong = "has a state that is not a whole number"
         elif state["stage"] not in {*Stage} - {Stage.DORMANT}:
             wrong = f"is in stage {state['stage']:.0f}, which does not exist"
         elif not all(state[n] <= 1 for n in names if n.startswith("alpha")):
@@ -173,7 +172,7 @@ def _check_topology(topology: SavedTopology) -> None:
 def check_tensors(
     host: nn.Module, grown: nn.ModuleDict, state: Mapping[str, Any], prefix: str
 ) -> None:
-    """Refuse tensors that are not all that a host with these seeds has."""
+    """Raise unless the state has exactly the tensors of a host with these seeds."""
     own = host_tensors(host)
     kept = {
         name.removeprefix(prefix)
@@ -223,17 +222,14 @@ def check_tensors(
     tensors = [value for value in found.values() if isinstance(value, Tensor)]
     if _bytes_held(tensors) < sum(value.nbytes for value in tensors):
         raise InvalidInputError(
-            "the saved seeds share their numbers; copy the tensors."
+            "the saved seeds share their numbers. Copy the tensors before saving."
         )
 
 
 def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
-    """Refuse what is no tensor, or one that repeats numbers to look larger.
+    """Raise if a value is no tensor, or has less memory than its shape needs.
 
-    Args:
-        name: What it is called in an error.
-        value: From a state.
-        like: The host's own, whose shape takes no more memory.
+    A tensor may be expanded if `like`, the host's own, already has that shape.
     """
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         raise InvalidInputError(f"{name} of the saved network is no tensor.")
@@ -245,13 +241,13 @@ def check_tensor(name: str, value: object, like: Tensor | None = None) -> None:
 
 
 def _bytes_held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory behind some tensors; what they share counts once."""
+    """Bytes of memory of some tensors; shared memory counts once."""
     stores = [tensor.untyped_storage() for tensor in tensors]
     return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 
 
 def tied_names(host: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several; some formats save one of them."""
+    """Names of each tied parameter; some formats save only one of them."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in host.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -259,6 +255,6 @@ def tied_names(host: nn.Module) -> list[list[str]]:
 
 
 def host_tensors(host: nn.Module) -> dict[str, Tensor]:
-    """A host's own state, without that of seeds."""
+    """State of a host without its seeds."""
     state = host.state_dict()
     return {name: t for name, t in state.items() if not name.startswith(f"{NAME}.")}

@@ -1,7 +1,7 @@
-"""A grown network from a plain host and a saved state, in one line.
+"""Save and load grown networks, for inference.
 
-`rebuild` grows a plain host as a `state_dict` says, `save` and `load` do so with a
-safetensors file: for inference, without optimiser or example.
+`rebuild` adds the seeds of a `state_dict` to a plain host. `save` and `load` use a
+safetensors file. States and files may come from strangers: all is checked first.
 """
 
 from collections.abc import Mapping
@@ -37,16 +37,16 @@ from esper.growth.seed_modules import (
 )
 
 MAX_PARTS: Final = 16
-"""Grown parts of one host."""
+"""Submodules of one host that have seeds of their own."""
 
 
 def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
-    """A plain host with the seeds and weights of a grown one's `state_dict()`.
+    """Add the seeds and weights of a `state_dict` to a plain host, and return it.
 
     Args:
-        host: As it was before anything grew; it is changed and returned.
-        state_dict: Of a grown host, of an export in which all seeds were merged (layers
-            get its sizes), or of a plain one.
+        host: The host without seeds; it is changed in place.
+        state_dict: State of a grown host, of an export with all seeds merged (layers
+            are resized), or of a plain host.
     """
     if not isinstance(host, nn.Module) or not isinstance(state_dict, Mapping):
         raise InvalidInputError("rebuild takes the plain host and a state_dict.")
@@ -61,7 +61,7 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     prefixes = [n.removesuffix(TOPOLOGY) for n in state_dict if n.endswith(TOPOLOGY)]
     if len(prefixes) > MAX_PARTS:
         raise InvalidInputError(
-            f"the state has {len(prefixes)} topologies; it is damaged."
+            f"the state has {len(prefixes)} topologies. The file is damaged."
         )
     grown = [(_empty(host, state_dict, prefix), prefix) for prefix in prefixes]
     topologies = [part.validated(state_dict, prefix) for part, prefix in grown]
@@ -88,17 +88,17 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
 
 
 def _refuse_unmerged(state: Mapping[str, Any]) -> None:
-    """Refuse seeds without a topology: nothing says how they are built."""
+    """Raise if there are seeds without a topology, which cannot be built."""
     grown = any(name.endswith(TOPOLOGY) for name in state)
     if not grown and any(name.startswith(f"{NAME}.") for name in state):
         raise InvalidInputError(
-            "this is the state of an export in which not all seeds were merged; save "
-            "that one whole with torch.save(module, path), or the host with esper.save."
+            "this is the state of an export in which not all seeds were merged. Save "
+            "the module with torch.save(module, path), or the host with esper.save."
         )
 
 
 def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with all names of tied weights, of which some formats save one."""
+    """The state with all names of tied weights."""
     tied = {
         name: state[saved]
         for alike in tied_names(host)
@@ -110,13 +110,13 @@ def _with_tied(host: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> SeedModules:
-    """The places of a host, or of a part of it by its prefix, that a state has."""
+    """Empty slots for the saved places of a host, or of a submodule (`prefix`)."""
     parts = dict(host.named_modules())
     part = parts.get(prefix.removesuffix("."))
     if part is None:
         raise InvalidInputError(f"the host has no module {prefix[:-1]!r}.")
     if grown_part(part) is not None:
-        raise InvalidInputError("the host has grown already; pass a plain one.")
+        raise InvalidInputError("the host has seeds already. Pass a plain one.")
     topology = read_topology(state, prefix)
     assert topology is not None
     used = {seed.slot.rpartition("#")[0] for seed in topology.seeds}
@@ -132,7 +132,7 @@ def _empty(host: nn.Module, state: Mapping[str, Any], prefix: str) -> SeedModule
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write a network, grown or not, to a safetensors file; whole or not at all."""
+    """Write a network, grown or not, to a safetensors file, atomically."""
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"save takes a module, got {type(model).__name__}.")
     path = Path(path)
@@ -142,26 +142,26 @@ def save(model: nn.Module, path: str | Path) -> None:
         if isinstance(part, SeedModules) and len(part):
             _refuse_unsaved(part.topology())
     data = pack(state, finite=False)
-    # What is written can be read.
+    # Make sure that the file can be read.
     verify(path.name, BytesIO(data), sealed=False, limit=len(data))
     publish(Disk(), path, data)
 
 
 def _refuse_unsaved(topology: SavedTopology) -> None:
-    """Refuse seeds where the host calls what no file may call."""
+    """Raise if a seed is at a place where the host calls an unlisted function."""
     steps = {place.name: place.interlayer for place in topology.places}
     for seed in topology.seeds:
         if function := unsaved_function(steps[seed.slot.rpartition("#")[0]]):
             raise InvalidInputError(
                 f"slot {seed.slot!r} has a seed where the host calls {function!r}, "
-                "which no file may call; let an nn.Module of the host call it, or save "
-                "what export() returns with torch.save."
+                "which no file may call. Put the call into an nn.Module, or save "
+                "the result of export() with torch.save."
             )
 
 
 def load(path: str | Path, host: nn.Module) -> nn.Module:
-    """The network that `save` has written, grown on a plain host."""
-    # A grown network is some times as large as its host.
+    """Load a file written by `save` into a plain host, and return the host."""
+    # A grown network may be many times as large as its host.
     own = sum(tensor.nbytes for tensor in (*host.parameters(), *host.buffers()))
     limit = MAX_BYTES + 64 * own
     state, _ = read_safetensors(Path(path), sealed=False, finite=False, limit=limit)
@@ -171,12 +171,12 @@ def load(path: str | Path, host: nn.Module) -> nn.Module:
 def _saved_place(
     saved: SavedPlace, modules: Mapping[str, nn.Module], *, used: bool
 ) -> InsertionPoint:
-    """A place as a file describes it, if it is one of the host's."""
+    """Place as described in a file; raises if the host does not have it."""
     site = parse_slot(saved.name)
     try:
         if site.name != saved.name or not {site.inlet, site.outlet} <= modules.keys():
             raise InvalidInputError("names modules that the host does not have")
-        # What is between the layers of a place without seeds has no part in the answer.
+        # Modules between the layers of a place without seeds do not affect the output.
         unsaved = not used and unsaved_function(saved.interlayer)
         interlayer = () if unsaved else restore_interlayer(saved.interlayer, modules)
         joins = [module.layer for module in interlayer if isinstance(module, Join)]
