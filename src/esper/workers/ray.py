@@ -32,8 +32,8 @@ from esper.contracts.messages import one_line, quoted
 from esper.kernels import compiled_for
 from esper.workers.jobs import (
     DEADLINE,
-    PAUSE,
-    START,
+    POLL_SECONDS,
+    START_SECONDS,
     TRIES,
     JobFailed,
     Pool,
@@ -82,16 +82,16 @@ class RayWorkers(Pool[Any]):
         except self._ray.exceptions.RayError as error:
             raise self._trouble(error) from error
 
-    def _give(
+    def _submit(
         self, function: Callable[..., Any], shared: object, job: object
     ) -> tuple[Any, float]:
         # Ray starts a process for each of the first jobs, and after each loss.
-        more = START if self._done < self.count else 0.0
+        more = START_SECONDS if self._done < self.count else 0.0
         return self._do.remote(self._mine, function, shared, job), more
 
-    def _ended(self, given: Collection[Any]) -> Sequence[Any]:
+    def _ended(self, handles: Collection[Any]) -> Sequence[Any]:
         try:
-            ended: list[Any] = self._ray.wait([*given], timeout=PAUSE)[0]
+            ended: list[Any] = self._ray.wait([*handles], timeout=POLL_SECONDS)[0]
         except self._ray.exceptions.RayError as error:
             raise self._trouble(error) from error
         return ended
