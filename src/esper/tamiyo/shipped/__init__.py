@@ -1,4 +1,4 @@
-"""The trained controller that comes with the package.
+"""Trained controllers, and the one that comes with the package.
 
     tamiyo.safetensors   the policy's weights, float32
     manifest.json        format, policy, SHA-256 of the weights; which blueprints and
@@ -8,8 +8,8 @@
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from io import BytesIO
@@ -56,29 +56,35 @@ _MANIFEST: Final = TypeAdapter(ControllerManifest)
 
 
 @dataclass(frozen=True, slots=True)
-class ShippedController:
-    """A trained policy; called with an action space it gives a controller."""
+class TrainedController:
+    """A trained policy. Call it with an action space to get a controller."""
 
+    name: str
     config: PolicyConfig
-    blueprints: frozenset[str]
-    """Blueprints that it was trained with."""
-    choices: Mapping[str, tuple[str, ...]]
-    """Of every head but slot and blueprint, what it was trained with."""
-    training: Mapping[str, Any]
-    """How it was trained."""
-    figures: Mapping[str, Any]
-    """Its results."""
     weights: Tensors = field(repr=False)
-    name: str = "tamiyo"
+    round: int = 0
+    """Training round of the weights; 0 if unknown."""
+    blueprints: Collection[str] = ()
+    """Blueprints that it was trained with; empty: it may choose any action."""
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict, repr=False)
+    """Choices that it was trained with, for each head but slot and blueprint."""
+    training: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """How it was trained."""
+    figures: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Its results."""
 
     def __call__(self, spec: ActionSpec) -> Controller:
-        """The controller for an action space, at `TEMPERATURE`."""
-        return Restricted(
-            lambda known: with_temperature(self.policy(known)),
-            spec,
-            self.blueprints,
-            self.choices,
-        )
+        """A controller for an action space, at `TEMPERATURE`.
+
+        It chooses only among the actions that it was trained with.
+        """
+
+        def make(known: ActionSpec) -> Controller:
+            return with_temperature(self.policy(known))
+
+        if not self.blueprints:
+            return make(spec)
+        return Restricted(make, spec, self.blueprints, self.choices)
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy for an action space, as it was trained."""
@@ -89,12 +95,12 @@ class ShippedController:
 
 
 @cache
-def shipped() -> ShippedController:
+def shipped() -> TrainedController:
     """The controller that comes with this package."""
-    return read(Path(__file__).parent)
+    return replace(read(Path(__file__).parent), name="tamiyo")
 
 
-def read(folder: Path) -> ShippedController:
+def read(folder: Path) -> TrainedController:
     """The controller in a folder, if its files are complete and unchanged."""
     body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
     name = short(folder)
@@ -119,13 +125,16 @@ def read(folder: Path) -> ShippedController:
     config = about.policy
     fit = partial(_fit, config)
     tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)
-    return ShippedController(
+    round_ = about.training.get("round")
+    return TrainedController(
+        name=folder.resolve().name,
         config=config,
-        blueprints=frozenset(about.blueprints),
-        choices={name: tuple(known) for name, known in about.choices.items()},
+        weights=tensors,
+        round=round_ if isinstance(round_, int) else 0,
+        blueprints=about.blueprints,
+        choices=about.choices,
         training=about.training,
         figures=about.figures,
-        weights=tensors,
     )
 
 
