@@ -79,7 +79,7 @@ def test_the_store_holds_what_was_judged(tmp_path):
     arms = ("never", "early", "static")
     assert [row["controller"] for row in found] == [arm for arm in arms for _ in (0, 1)]
     assert {(row["stage"], row["task"], row["round"]) for row in found} == {
-        ("judged", "tiny", 0)
+        ("test", "tiny", 0)
     }
     early = judge("early", tiny(), 2, 0)
     for host, row in enumerate(found[2:4]):

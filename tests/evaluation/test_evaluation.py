@@ -177,7 +177,7 @@ def test_a_run_is_judged_on_its_own_terms():
     assert np.abs(cheap.returns - dear.returns - 0.5 * dear.added).max() < 1e-6
 
 
-@pytest.mark.parametrize(("rng_seed", "stage"), [(1, "judged"), (0, "watched")])
+@pytest.mark.parametrize(("rng_seed", "stage"), [(1, "test"), (0, "validation")])
 def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
     first, second = Watched(Never()), Watched(Never())
     judge(first, tiny(), HOSTS, 0)

@@ -20,7 +20,7 @@ from esper.contracts.messages import refusal, unknown
 from esper.environment.settings import WorldSettings
 from esper.evaluation.summary import print_summary, summary_of
 from esper.runs.progress import Progress, print_line
-from esper.runs.records import LADDER, SIZES, STATIC, reference_of
+from esper.runs.records import LADDER, SIZES, STATIC, TEST, reference_of
 from esper.runs.run import STORE, Run, validate_name, versions_now
 from esper.runs.settings import (
     Count,
@@ -145,7 +145,7 @@ def evaluate(
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         for arm, text in notes_on(arms, config.world).items():
-            store.add_note(0, "judged", f"{arm}: {text}")
+            store.add_note(0, TEST, f"{arm}: {text}")
         store.flush()
         run.finish({"arms": len(ahead), "hosts": config.hosts})
         return run.path, skipped

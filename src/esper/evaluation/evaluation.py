@@ -58,7 +58,7 @@ from esper.runs.records import (
     reference_of,
 )
 from esper.runs.store import Store
-from esper.runs.streams import stream, stream_seed
+from esper.runs.streams import STAGE_KEYS, stream, stream_seed
 from esper.tamiyo.registry import CONTROLLERS, Maker, controller_for
 from esper.tamiyo.rollout import play
 from esper.tamiyo.rule_based import Never
@@ -215,7 +215,7 @@ def judged_world(
     # The engine is compiled; only what trains hosts waits for it.
     from esper.environment.growing import GrowingWorld
 
-    number = stream_seed(rng_seed, f"{stage}, {task.name}")
+    number = stream_seed(rng_seed, f"{STAGE_KEYS[stage]}, {task.name}")
     # EvalResult hosts differ from each other, whatever the training groups.
     settings = replace(settings or WorldSettings(), group_size=1)
     return GrowingWorld(task, hosts, number, settings=settings)

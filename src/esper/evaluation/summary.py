@@ -35,6 +35,7 @@ from esper.runs.database import open_store, rows
 from esper.runs.progress import print_line, sparkline
 from esper.runs.records import (
     STATIC,
+    TEST,
     VALIDATION,
     Floats,
     is_learned,
@@ -156,7 +157,7 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
         rows: Of the table `evaluations`; those made during training do not count.
         resamples: How often hosts are drawn.
     """
-    judged = [row for row in rows if row["stage"] == "judged"]
+    judged = [row for row in rows if row["stage"] == TEST]
     last = max((row["round"] for row in judged), default=0)
     by_arm: dict[str, dict[str, list[Row]]] = {}
     # Processes write their rows in any order.
@@ -413,7 +414,7 @@ def print_training(path: Path, console: Console | None = None) -> None:
     with closing(open_store(path / STORE)) as db:
         found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
         returns = [nan if value is None else value for (value,) in found]
-        notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
+        notes = db.execute("SELECT text FROM live_notes WHERE kind = ?", [TEST])
         judged = [str(text) for (text,) in notes]
         watched = watched_trend(rows(db, "live_evaluations"))
     print_line(console, f"Mean return per round: {sparkline(returns)}")

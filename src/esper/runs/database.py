@@ -32,7 +32,7 @@ LONGEST: Final = 1 << 24
 """Bytes of one value or row at most."""
 OLDEST: Final = (3, 37, 0)
 """SQLite that knows strict tables."""
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the schema; kept in `PRAGMA user_version`."""
 APPLICATION: Final = 0x45535052
 """Tells a store from other databases; kept in `PRAGMA application_id`."""
@@ -97,8 +97,8 @@ COLUMNS: Final = {
   score REAL, test REAL, added REAL, macs REAL, -- of the network at the end
   panicked INTEGER               -- 1: its numbers were no longer finite""",
     "evaluations": """
-  stage TEXT NOT NULL,           -- watched: while the policy trained, on fixed hosts;
-                                 -- judged: at the end, on hosts that decided nothing
+  stage TEXT NOT NULL,           -- validation: during training, on fixed hosts;
+                                 -- test: at the end, on hosts of no selection
   controller TEXT NOT NULL, task TEXT NOT NULL,
   host INTEGER NOT NULL,         -- the same number is the same host for everybody
   "return" REAL,
@@ -265,7 +265,9 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
-        raise DamagedStoreError(f"{name} is a database but no store of Esper; name another.")
+        raise DamagedStoreError(
+            f"{name} is a database but no store of Esper; name another."
+        )
     if version != VERSION:
         age = "a newer Esper" if version > VERSION else "the Esper that wrote it"
         raise InvalidInputError(

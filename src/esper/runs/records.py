@@ -22,10 +22,10 @@ LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
 SIZES: Final = ("best-size", "envelope", "halving")
 """Choices among them, computed from their results."""
 
-VALIDATION: Final = "watched"
-"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
-TEST: Final = "judged"
-"""Stage of a final evaluation: hosts that decided nothing so far."""
+VALIDATION: Final = "validation"
+"""Stage of the periodic evaluation, which selects the best checkpoint."""
+TEST: Final = "test"
+"""Stage of the final evaluation, on hosts that nothing was selected on."""
 
 Floats = NDArray[np.float64]
 
