@@ -10,10 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import InvalidInputError
 from esper.evaluation.evaluation import (
-    judge,
-    judge_plain,
-    judge_static,
-    judged_world,
+    evaluate_controller,
+    evaluate_plain,
+    evaluate_static,
+    evaluation_world,
     times_as_wide,
 )
 from esper.runs.records import EvalResult
@@ -93,14 +93,20 @@ def assert_same(one: EvalResult, other: EvalResult) -> None:
     ],
 )
 def test_a_controller_its_maker_and_its_name_do_the_same_to_the_bit(one, other):
-    assert_same(judge(one, tiny(), HOSTS, 0), judge(other, tiny(), HOSTS, 0))
+    assert_same(
+        evaluate_controller(one, tiny(), HOSTS, 0),
+        evaluate_controller(other, tiny(), HOSTS, 0),
+    )
 
 
 def test_controllers_are_paired_until_one_of_them_grows():
     task = replace(tiny(), decision_every=40, learning_rate=0.03)
-    world = judged_world(task, HOSTS, 0)
+    world = evaluation_world(task, HOSTS, 0)
     never, early = Watched(Never()), Watched(Scheduled(world.spec, EARLY))
-    apart = judge(never, task, HOSTS, 0), judge(early, task, HOSTS, 0)
+    apart = (
+        evaluate_controller(never, task, HOSTS, 0),
+        evaluate_controller(early, task, HOSTS, 0),
+    )
     assert torch.equal(never.scores[0], early.scores[0])
     assert (torch.stack(early.ops) != Op.WAIT).any()
     assert not np.array_equal(apart[0].returns, apart[1].returns)
@@ -108,8 +114,8 @@ def test_controllers_are_paired_until_one_of_them_grows():
 
 def test_waiting_adds_nothing_and_returns_the_score_that_was_gained():
     watched = Watched(Never())
-    judged = judge(watched, tiny(), HOSTS, 0)
-    world = judged_world(tiny(), HOSTS, 0)
+    judged = evaluate_controller(watched, tiny(), HOSTS, 0)
+    world = evaluation_world(tiny(), HOSTS, 0)
     world.reset()
     for _ in range(HORIZON):
         last = world.step(torch.zeros(HOSTS, len(HEAD), dtype=torch.int64)).report
@@ -128,8 +134,8 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     """
     task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
     watched = Watched(Never())
-    judged = judge(watched, task, 8, 0)
-    world = judged_world(task, 8, 0)
+    judged = evaluate_controller(watched, task, 8, 0)
+    world = evaluation_world(task, 8, 0)
     world.reset()
     first: dict[int, tuple[float, bool]] = {}
     again = []
@@ -157,7 +163,7 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
 def test_the_area_is_the_mean_of_the_scores_after_every_decision():
     task = replace(tiny(), decision_every=10, learning_rate=0.03)
     watched = Watched(Never())
-    judged = judge(watched, task, HOSTS, 0)
+    judged = evaluate_controller(watched, task, HOSTS, 0)
     # What was seen before a decision is the score after the one before.
     after = [*watched.scores[1:], torch.from_numpy(judged.score)]
     expected = torch.stack([one.double() for one in after]).mean(dim=0)
@@ -168,10 +174,11 @@ def test_the_area_is_the_mean_of_the_scores_after_every_decision():
 def test_a_run_is_judged_on_its_own_terms():
     settings = World(horizon=2, rent=0.5, budget=1.0, blueprints=("widen_8",))
     watched = Watched(Never())
-    judge(watched, tiny(), HOSTS, 0, settings)
+    evaluate_controller(watched, tiny(), HOSTS, 0, settings)
     assert len(watched.scores) == 2
     dear, cheap = (
-        judge("early", tiny(), HOSTS, 0, World(rent=rent)) for rent in (0.5, 0.0)
+        evaluate_controller("early", tiny(), HOSTS, 0, World(rent=rent))
+        for rent in (0.5, 0.0)
     )
     assert dear.added.min() > 0
     assert np.abs(cheap.returns - dear.returns - 0.5 * dear.added).max() < 1e-6
@@ -180,21 +187,23 @@ def test_a_run_is_judged_on_its_own_terms():
 @pytest.mark.parametrize(("rng_seed", "stage"), [(1, "test"), (0, "validation")])
 def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
     first, second = Watched(Never()), Watched(Never())
-    judge(first, tiny(), HOSTS, 0)
-    judge(second, tiny(), HOSTS, rng_seed, stage=stage)
+    evaluate_controller(first, tiny(), HOSTS, 0)
+    evaluate_controller(second, tiny(), HOSTS, rng_seed, stage=stage)
     assert not torch.equal(first.scores[0], second.scores[0])
 
 
 def test_relative_returns_are_the_errors_of_the_same_host_that_are_removed():
     task, relative = tiny(), World(relative=True, rent=0.02)
     raw = replace(relative, relative=False)
-    never = judge(Never(), task, HOSTS, 0, raw)
+    never = evaluate_controller(Never(), task, HOSTS, 0, raw)
     errors = 1 - never.score
-    reference = judge("early", task, HOSTS, 0, raw)
+    reference = evaluate_controller("early", task, HOSTS, 0, raw)
     arms = [
-        lambda world: judge("early", task, HOSTS, 0, world),
-        lambda world: judge_plain(times_as_wide(task.host, 4), task, HOSTS, 0, world),
-        lambda world: judge_static("longer", task, HOSTS, 0, reference, world),
+        lambda world: evaluate_controller("early", task, HOSTS, 0, world),
+        lambda world: evaluate_plain(
+            times_as_wide(task.host, 4), task, HOSTS, 0, world
+        ),
+        lambda world: evaluate_static("longer", task, HOSTS, 0, reference, world),
     ]
     for arm in arms:
         share, points = arm(relative), arm(raw)

@@ -157,10 +157,14 @@ def test_controls_follow_when_all_sizes_of_their_task_are_judged(count):
 
 def world_return():
     """Of the network that is four times as wide, from its own start."""
-    from esper.evaluation.evaluation import judged_world, play_and_judge, times_as_wide
+    from esper.evaluation.evaluation import (
+        evaluate_episode,
+        evaluation_world,
+        times_as_wide,
+    )
     from esper.tamiyo.rule_based import Never
 
     task = tiny()
     wide = replace(task, host=times_as_wide(task.host, 4), unit_host=task.unit)
     terms = replace(WORLD, charge_eval=False)
-    return play_and_judge(judged_world(wide, 2, 0, terms), Never(), 0).returns
+    return evaluate_episode(evaluation_world(wide, 2, 0, terms), Never(), 0).returns

@@ -14,7 +14,7 @@ from esper.evaluation.summary import (
     headline,
     print_summary,
     summarise,
-    watched_trend,
+    validation_trend,
 )
 from tests.references import statistics as reference
 
@@ -182,8 +182,8 @@ def test_what_training_changed_is_told_of_the_last_round_not_the_best():
         return [*found[0], *found[1]]
 
     start, best, last = watched(0, 0.0), watched(20, 0.5), watched(40, 0.25)
-    assert watched_trend(start) is None
-    assert watched_trend([*last, *best, *start, *rows_of(round=40)]) == (
+    assert validation_trend(start) is None
+    assert validation_trend([*last, *best, *start, *rows_of(round=40)]) == (
         "On the validation hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
         "[+0.250, +0.250] (95 % over hosts)."
     )

@@ -16,8 +16,8 @@ from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
     Job,
     notes_on,
+    run_validation_job,
     stored_results,
-    watch_job,
 )
 from esper.files import Disk, discard
 from esper.runs.controllers import (
@@ -293,7 +293,7 @@ def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Resul
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)
     ]
-    results = workers.run(watch_job, jobs, learned, about=Job.about)
+    results = workers.run(run_validation_job, jobs, learned, about=Job.about)
     return {job.task.name: judged for job, judged in zip(jobs, results, strict=True)}
 
 
