@@ -147,7 +147,7 @@ def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
         Run.open(tmp_path / "other")
     assert os.listdir(tmp_path / "other") == []
     run = create(tmp_path)
-    with pytest.raises(InvalidStateError, match="one is only read here"):
+    with pytest.raises(InvalidStateError, match="one is open for reading only"):
         Run.read(run.path).finish({})
     run.close()
     with pytest.raises(InvalidStateError):
