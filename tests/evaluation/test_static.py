@@ -65,7 +65,7 @@ def test_every_hidden_layer_is_wider_in_proportion():
     images = CnnHost((1, 28, 28), (4, 8), 10)
     found = widened(images, 4.0 * images.parameters)
     assert found.channels == (13, 26)
-    assert (found.image, found.num_outputs) == (images.image, images.classes)
+    assert (found.image, found.num_outputs) == (images.image, images.num_outputs)
 
 
 def test_static_really_has_the_parameters_of_the_reference(early):

@@ -17,15 +17,7 @@ import torch
 from safetensors.torch import save
 
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.files import (
-    BLANK,
-    SCHEMA,
-    Manifest,
-    discard,
-    pack,
-    read_tensors,
-    unfinished,
-)
+from esper.files import BLANK, SCHEMA, Manifest, discard, pack, read_tensors, unfinished
 from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.crash_points import InPlace, Saves
 from tests.runs.disks import (

@@ -253,10 +253,7 @@ def test_runs_are_listed_with_what_is_known_of_them(tmp_path):
             lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"),
             "must be text in UTF-8",
         ),
-        (
-            lambda path: os.truncate(path / "config.toml", 1 << 34),
-            "has more than",
-        ),
+        (lambda path: os.truncate(path / "config.toml", 1 << 34), "has more than"),
         (lambda path: (path / "versions.json").write_text('{"esper"'), "is damaged"),
         (lambda path: (path / "versions.json").unlink(), "does not exist"),
         (lambda path: (path / "finished.json").write_text("[1]"), "is damaged"),

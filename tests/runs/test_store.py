@@ -14,27 +14,11 @@ import torch
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError, StorageError
 from esper.contracts.stages import Stage
-from esper.runs.database import (
-    TABLES,
-    VERSION,
-    VIEWS,
-    columns_of,
-    open_store,
-    rows,
-)
+from esper.runs.database import TABLES, VERSION, VIEWS, columns_of, open_store, rows
 from esper.runs.records import RoundRecord
 from esper.runs.store import Store, export
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
-from tests.runs.stores import (
-    ENVS,
-    add_event,
-    add_steps,
-    ask,
-    fill,
-    read,
-    record,
-    seqs,
-)
+from tests.runs.stores import ENVS, add_event, add_steps, ask, fill, read, record, seqs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "store.md"
 

@@ -16,15 +16,7 @@ from esper.contracts.stages import Stage
 from esper.runs import store as store_module
 from esper.runs.database import open_store
 from esper.runs.store import Store
-from tests.runs.stores import (
-    ENVS,
-    add_event,
-    add_steps,
-    ask,
-    read,
-    record,
-    seqs,
-)
+from tests.runs.stores import ENVS, add_event, add_steps, ask, read, record, seqs
 
 
 @pytest.fixture

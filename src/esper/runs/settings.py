@@ -278,9 +278,7 @@ def toml_value(value: object) -> str:
 
 
 def _refusal(
-    cls: type,
-    error: ValidationError,
-    origins: Mapping[str, str] = MappingProxyType({}),
+    cls: type, error: ValidationError, origins: Mapping[str, str] = MappingProxyType({})
 ) -> InvalidInputError:
     """The first error, in one line."""
     known = known_settings(cls)

@@ -82,9 +82,7 @@ class Store:
         self.close()
 
     def begin_attempt(
-        self,
-        resume_round: int | None = None,
-        versions: Mapping[str, str] | None = None,
+        self, resume_round: int | None = None, versions: Mapping[str, str] | None = None
     ) -> int:
         """Start an attempt and return its number, from 1.
 
