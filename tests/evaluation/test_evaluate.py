@@ -32,7 +32,7 @@ from tests.evaluation.test_evaluation import lost, tiny
 
 @pytest.fixture
 def _few_tasks():
-    """A catalogue of one task that can be judged and one that cannot."""
+    """A catalogue of one task that can be evaluated and one that cannot."""
     before = dict(catalogue._BUILDERS)
     catalogue._BUILDERS.clear()
     register_task("tiny")(tiny)
@@ -72,7 +72,7 @@ def timeless(found):
 pytestmark = pytest.mark.usefixtures("_few_tasks")
 
 
-def test_the_store_holds_what_was_judged(tmp_path):
+def test_the_store_holds_what_was_evaluated(tmp_path):
     path, skipped = evaluate(config(tmp_path), quiet())
     found = stored(path)
     assert skipped == {}
@@ -190,7 +190,7 @@ def test_nothing_left_to_judge_is_an_error_with_the_reasons(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_name_is_used_once_and_arms_named_twice_are_judged_once(tmp_path):
+def test_a_name_is_used_once_and_arms_named_twice_are_evaluated_once(tmp_path):
     made = config(tmp_path, tasks=("tiny", "tiny"), controllers=("never", "never"))
     path, _ = evaluate(made, quiet())
     assert len(stored(path)) == 2
@@ -283,7 +283,7 @@ def test_rows_are_stored_before_an_arm_is_shown_and_an_interruption_keeps_them(
     assert [one.state for one in Run.list(tmp_path / "runs")] == ["stopped"]
 
 
-def test_the_shipped_controller_is_judged_by_name_and_only_if_it_is_named(tmp_path):
+def test_the_shipped_controller_is_evaluated_by_name_and_only_if_it_is_named(tmp_path):
     arms = ("never", "tamiyo", "static")
     path, _ = evaluate(config(tmp_path, controllers=arms), quiet())
     rows = [row for row in stored(path) if row["controller"] == "tamiyo"]

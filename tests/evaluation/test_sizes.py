@@ -135,12 +135,12 @@ def test_halving_is_refused_where_sizes_cannot_end_at_equal_compute(clock):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_controls_follow_when_all_sizes_of_their_task_are_judged(count):
+def test_controls_follow_when_all_sizes_of_their_task_are_evaluated(count):
     check_halving(WORLD.clock_of(WORLD.applied_to(tiny())))
     arms = ("halving", "static-x1", "envelope", "never", "static-x4", "best-size")
     jobs = [Job(name, tiny(), 2, 0, WORLD) for name in arms]
     with workers(count) as pool:
-        order = [(job.arm, judged) for job, judged in results_of(jobs, pool)]
+        order = [(job.arm, result) for job, result in results_of(jobs, pool)]
     found = dict(order)
     assert len(order) == len(arms)
     ladder = [found["static-x1"], found["static-x4"]]

@@ -169,10 +169,10 @@ def test_hosts_of_every_kind_can_be_widened(name):
     assert 2 * host.parameters < widened(host, 3 * host.parameters).parameters
 
 
-def test_a_ladder_of_sizes_is_judged_beside_others():
+def test_a_ladder_of_sizes_is_evaluated_with_others():
     arms = ("never", "static-x1", "static-x4")
     jobs = [Job(arm, TASK, HOSTS, 0, World()) for arm in arms]
-    found = {job.arm: judged for job, judged in results_of(jobs, Workers())}
+    found = {job.arm: result for job, result in results_of(jobs, Workers())}
     for name in ("returns", "score", "test", "training_macs"):
         same = (getattr(found[arm], name) for arm in ("never", "static-x1"))
         np.testing.assert_array_equal(*same)

@@ -175,13 +175,13 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
 
 
 def test_what_training_changed_is_told_of_the_last_round_not_the_best():
-    def watched(round, more):
+    def validation(round, more):
         arms = {"Tamiyo": (np.arange(10) / 10 + more, np.zeros(10))}
         tasks = ("letter", "tiny")
         found = [rows_of(arms, t, round=round, stage="validation") for t in tasks]
         return [*found[0], *found[1]]
 
-    start, best, last = watched(0, 0.0), watched(20, 0.5), watched(40, 0.25)
+    start, best, last = validation(0, 0.0), validation(20, 0.5), validation(40, 0.25)
     assert validation_trend(start) is None
     assert validation_trend([*last, *best, *start, *rows_of(round=40)]) == (
         "On the validation hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "

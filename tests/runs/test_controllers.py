@@ -152,7 +152,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         assert words in text.replace("\n", ""), words
 
 
-def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
+def test_who_was_evaluated_before_an_interruption_is_not_evaluated_again(ending):
     settings = config(ending.path.parent, "whole")
     settings = replace(
         settings, evaluation=EvalConfig(controllers=("never", "early", "static"))
@@ -166,7 +166,7 @@ def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
     assert jobs_left(settings, best, everybody) == []
     left = everybody - {("digits", "static"), ("digits", "early")}
     jobs = jobs_left(settings, best, left)
-    # The plain network is measured by Tamiyo, who is judged again but not stored.
+    # The plain network is measured by Tamiyo, who is evaluated again but not stored.
     assert [(job.task.name, job.arm) for job in jobs] == [
         ("digits", "Tamiyo"),
         ("digits", "early"),

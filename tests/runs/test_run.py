@@ -259,7 +259,7 @@ def test_runs_are_listed_with_what_is_known_of_them(tmp_path):
         (lambda path: (path / "finished.json").write_text("[1]"), "is damaged"),
     ],
 )
-def test_a_damaged_run_is_listed_as_such_beside_the_others(tmp_path, damage, trouble):
+def test_a_damaged_run_is_listed_as_such_with_the_others(tmp_path, damage, trouble):
     for name in ("bad", "good"):
         create(tmp_path, name, disk=CountingDisk()).close()
     damage(tmp_path / "bad")

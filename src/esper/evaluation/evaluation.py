@@ -215,13 +215,7 @@ def evaluate_controller(
 ) -> EvalResult:
     """The result of one episode of a controller on every host.
 
-    Args:
-        controller: A controller, a factory of one, or its name.
-        task: What the hosts learn.
-        hosts: Number of hosts.
-        rng_seed: Random seed of the hosts.
-        settings: How hosts grow; None: the defaults.
-        stage: Each stage has hosts of its own.
+    `controller` may also be a factory or a name. Each stage has hosts of its own.
     """
     settings = settings or WorldSettings()
     raw = replace(settings, relative=False)
@@ -276,17 +270,11 @@ def evaluate_plain(
     least: int = 1,
     stage: str = TEST,
 ) -> EvalResult:
-    """The result of a network that does not grow, on the same hosts' data.
+    """The result of a network that does not grow, on the data of the same hosts.
 
-    Args:
-        host: Trained in place of the task's own, which rent is relative to.
-        task: As for `evaluate_controller`, like the next three.
-        hosts: Number of hosts.
-        rng_seed: Random seed of the hosts.
-        settings: How hosts grow.
-        spend: Multiply-adds to train for; None: the usual number of decisions.
-        least: Minimum number of decisions.
-        stage: Each stage has hosts of its own.
+    `host` replaces the task's own, which rent stays relative to. It trains for the
+    usual number of decisions, or until it has cost `spend` multiply-adds in at least
+    `least`.
     """
     settings = settings or WorldSettings()
     own = settings.applied_to(task)

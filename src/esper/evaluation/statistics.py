@@ -86,15 +86,15 @@ def bootstrap(
 ) -> Interval:
     """Interval of a statistic of several groups that are resampled independently.
 
+    Without two scores in each group there are no bounds.
+
     Args:
-        sizes: Scores in each group; without two in each there are no bounds.
+        sizes: Scores in each group.
         statistic: Maps one `Counts` array per group to figures `[draw]`.
         student: Widen the interval to the tails of Student's t, for means of equal size
             (Hesterberg 2015). Coverage with 10 normal figures rises from 90 % to 94 %.
         resamples: Number of draws.
     """
-    if resamples < 1:
-        raise InvalidInputError(f"resamples must be at least 1, got {resamples}.")
     estimate = float(statistic(*(np.ones((1, size), np.int64) for size in sizes))[0])
     if min(sizes) < 2:
         return Interval(estimate, nan, nan)
@@ -121,11 +121,9 @@ def iqm_interval(sample: Sample, *, resamples: int = RESAMPLES) -> Interval:
 def mean_interval(sample: Sample, *, resamples: int = RESAMPLES) -> Interval:
     """Mean over tasks of the mean of a task's scores."""
     tasks = _tasks(sample)
+    one, sizes = len(tasks) == 1, _sizes(tasks)
     return bootstrap(
-        _sizes(tasks),
-        lambda *n: _mean(tasks, n),
-        student=len(tasks) == 1,
-        resamples=resamples,
+        sizes, lambda *n: _mean(tasks, n), student=one, resamples=resamples
     )
 
 
@@ -146,14 +144,10 @@ def crossed_interval(
 ) -> Interval:
     """Interval over seeds and controllers of scores `[controller, seed]` of each task.
 
-    Seeds are drawn within each task, controllers once for all tasks. The count of a
-    score is the product of both counts.
-
-    Args:
-        tasks: Scores of an arm; arms without controllers have one row.
-        less: Scores of an arm that is subtracted, of the same shapes or with one row.
-        plain: The mean over tasks of their means, instead of the interquartile mean.
-        resamples: Number of draws.
+    Seeds are drawn within each task, controllers once for all tasks; the count of a
+    score is the product of both. Scores in `less` are subtracted. Arms without
+    controllers have one row. `plain` takes the mean over tasks instead of the
+    interquartile mean.
     """
     arms = [[*map(np.atleast_2d, arm)] for arm in (tasks, less) if arm is not None]
     controllers = max(len(task) for arm in arms for task in arm)
@@ -192,7 +186,6 @@ def compare_pairs(
 ) -> dict[Key, Comparison]:
     """Compare arms in pairs, with p-values corrected for all of them."""
     p_values = [paired_wilcoxon(x, y) for x, y in pairs.values()]
-    corrected = holm(p_values) if p_values else []
     return {
         key: Comparison(
             difference=iqm_difference(x, y, resamples=resamples),
@@ -201,7 +194,7 @@ def compare_pairs(
             adjusted=adjusted,
         )
         for (key, (x, y)), p, adjusted in zip(
-            pairs.items(), p_values, corrected, strict=True
+            pairs.items(), p_values, holm(p_values), strict=True
         )
     }
 
@@ -233,10 +226,6 @@ def paired_wilcoxon(x: Sample, y: Sample) -> float:
 def holm(p_values: Sequence[float] | Floats) -> list[float]:
     """Adjusted p-values of m tests: the running maximum of (m - j) p_j in order."""
     values = np.asarray(p_values, dtype=np.float64)
-    if not values.size or not ((values >= 0.0) & (values <= 1.0)).all():
-        raise InvalidInputError(
-            f"p-values must be some numbers in [0, 1], got {[*p_values]}."
-        )
     order = np.argsort(values, kind="stable")
     steps = np.arange(values.size, 0, -1) * values[order]
     adjusted = np.empty_like(values)
@@ -293,9 +282,8 @@ def _iqm(tasks: Sequence[Floats], counts: Sequence[Counts]) -> Floats:
     kept = np.minimum(ends, total - cut) - np.maximum(ends - weights, cut)
     # Relative to a middle value: equal figures must have exactly their mean.
     middle = figures[len(figures) // 2]
-    means: Floats = middle + np.maximum(kept, 0) @ (figures - middle) / (
-        total - 2 * cut
-    )
+    sums = np.maximum(kept, 0) @ (figures - middle)
+    means: Floats = middle + sums / (total - 2 * cut)
     return means
 
 

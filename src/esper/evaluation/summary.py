@@ -194,10 +194,9 @@ def return_trend(returns: Sequence[float]) -> str:
         lambda early, late: (late @ last - early @ first) / fifth,
         student=True,
     )
-    clear = rise.low > 0 or rise.high < 0
-    change = (
-        "did not change clearly" if not clear else "rose" if rise.low > 0 else "fell"
-    )
+    change = "did not change clearly"
+    if rise.low > 0 or rise.high < 0:
+        change = "rose" if rise.low > 0 else "fell"
     return (
         f"The return {change}: {first.mean():.4f} in the first {fifth} rounds, "
         f"{last.mean():.4f} in the last {fifth}, by {rise:+.4f} (95 % over rounds)."

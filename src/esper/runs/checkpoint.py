@@ -57,10 +57,7 @@ class Loaded:
 class CheckpointFolder:
     """The checkpoints of one run; one process writes, any may read.
 
-    Args:
-        path: The folder; created with the first checkpoint.
-        disk: File operations.
-        keep: Number of recent checkpoints to keep; the best one is kept too.
+    It keeps the `keep` newest checkpoints and the one with the best score.
     """
 
     def __init__(self, path: Path, disk: Disk | None = None, *, keep: int = 3) -> None:
@@ -74,13 +71,10 @@ class CheckpointFolder:
         *,
         score: float | None = None,
     ) -> Path:
-        """Save a state, durably.
+        """Save a state, durably; `step` must be later than every good checkpoint's.
 
-        Args:
-            step: Training step; later than every checkpoint that verifies.
-            tensors: The state by name.
-            facts: JSON values, returned by `load`.
-            score: Quality of the state, if measured.
+        `facts` are JSON values, which `load` returns. `score` is the quality of the
+        state.
         """
         target = self._file(step)
         data = pack(tensors, manifest_of(facts, step, score))
@@ -118,12 +112,10 @@ class CheckpointFolder:
         return self._first_good(order, rejected, like, within)
 
     def load(self, which: int | Path, like: Like = None, within: str = "") -> Loaded:
-        """Load one checkpoint; refuses unless all of it verifies.
+        """Load a checkpoint by step or file; refuses unless all of it verifies.
 
-        Args:
-            which: Its step, or its file.
-            like: Expected names, dtypes and shapes, checked before tensors are read.
-            within: Prefix of the tensors to read.
+        `like` is checked before tensors are read. Only names with the prefix `within`
+        are.
         """
         file = self._file(which)
         tensors, manifest = read_safetensors(file, _fit(like), within, disk=self._disk)

@@ -120,13 +120,11 @@ def _best(checkpoints: CheckpointFolder, folder: Path, like: Tensors) -> Loaded:
 
 def newest_controller(root: Path) -> TrainedController:
     """The controller of the newest finished training in a folder of runs."""
-    paths = [root / each.name for each in Run.list(root) if each.state == "finished"]
+    finished = [each.name for each in Run.list(root) if each.state == "finished"]
     ended = [
-        (str(Run.read(path).versions.get("began", "")), path)
-        for path in paths
-        if Run.read(path).kind == TRAINING
-        and (path / CHECKPOINTS).is_dir()
-        and any((path / CHECKPOINTS).iterdir())
+        (str(run.versions.get("began", "")), run.path)
+        for run in (Run.read(root / name) for name in finished)
+        if run.kind == TRAINING and run.checkpoints().steps()
     ]
     if not ended:
         raise InvalidInputError(
@@ -144,11 +142,8 @@ def export_controller(
 ) -> None:
     """Write the controller of a finished run to a folder, and verify it.
 
-    Args:
-        path: The folder of the run.
-        folder: Target; created if its parent exists.
-        figures: Results of the controller, JSON values; None: the run's test results.
-        disk: File operations; a test can replace them.
+    The folder is created if its parent exists. `figures` are results as JSON values, by
+    default those of the run's test hosts.
     """
     run, disk = Run.read(path), disk or Disk()
     if run.finished is None:

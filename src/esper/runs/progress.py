@@ -18,13 +18,7 @@ MAX_SHOWN: Final = 4
 
 
 class Progress:
-    """Shows the progress of several jobs.
-
-    Args:
-        names: Jobs to show as waiting; others appear when they begin.
-        console: Where to show it.
-        unit: What is counted.
-    """
+    """Shows the progress of jobs; those in `names` wait, others appear on update."""
 
     LINES_PER_JOB: Final = 10
 

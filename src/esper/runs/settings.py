@@ -197,10 +197,8 @@ def construct(
 ) -> T:
     """The validated tree; absent settings have their defaults.
 
-    Args:
-        cls: The dataclass at the top of the tree.
-        values: By dotted name, as `table_of` returns them.
-        origins: Prefix of the error messages about each, such as the name of a file.
+    `values` are by dotted name, as `table_of` returns them. `origins`, such as names of
+    files, start the error messages about each.
     """
     known = known_settings(cls)
     tree: dict[str, Any] = {}

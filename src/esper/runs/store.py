@@ -57,12 +57,7 @@ Row = tuple[Any, ...]
 
 
 class Store:
-    """Writes the events of a run; call `begin_attempt` first.
-
-    Args:
-        path: The database; created if there is none.
-        run: Id of the run that it belongs to.
-    """
+    """Writes the events of a run; call `begin_attempt` first."""
 
     def __init__(self, path: Path | str, run: str | None = None) -> None:
         self.path, self._run = Path(path), run
@@ -88,10 +83,6 @@ class Store:
 
         Earlier rows of rounds after `resume_round` no longer count. None: no row does.
         """
-        if self._attempt:
-            raise InvalidStateError(
-                "begin_attempt() was called before; open another Store."
-            )
         keeps = -1 if resume_round is None else resume_round
         started = datetime.now(UTC).isoformat(timespec="seconds")
         about = {**(versions or {})} | ({"run": self._run} if self._run else {})
@@ -122,17 +113,12 @@ class Store:
         return self._attempt
 
     def add(self, table: str, **columns: Column) -> None:
-        """Queue rows of one table.
+        """Queue rows of one table: one value per row and column, or one for all rows.
 
-        Args:
-            table: One of `database.TABLES`.
-            columns: `round` and other columns: one value per row, or one for all. None
-                and absent columns are missing values.
+        None and absent columns are missing values.
         """
         if not self._attempt:
-            raise InvalidStateError(
-                "rows came before begin_attempt(); call that first."
-            )
+            raise InvalidStateError("call begin_attempt() before adding rows.")
         unknown = columns.keys() - self._columns[table].keys()
         if unknown:
             raise InvalidInputError(
@@ -194,8 +180,6 @@ class Store:
         A durable flush survives a loss of power, and raises StorageError if the rows
         cannot be written. They stay in the queue then.
         """
-        if not self._attempt:
-            raise InvalidStateError("flush() before begin_attempt(); call that first.")
         try:
             if durable:
                 patiently(lambda: self._write(durable=True))
@@ -219,17 +203,13 @@ class Store:
 
     def _rows(self, table: str, columns: Mapping[str, Column]) -> list[Row]:
         """Rows in the order of the table's columns, without attempt and seq."""
-        given = {name: _listed(name, value) for name, value in columns.items()}
+        given = {name: _listed(value) for name, value in columns.items()}
         counts = [len(value) for value in given.values() if isinstance(value, list)]
         count = counts[0] if counts else 1
         marks: list[list[str]] = [[] for _ in range(count)]
         for name, values in given.items():
             if not isinstance(values, list):
                 given[name] = values = [values] * count
-            if len(values) != count:
-                raise InvalidInputError(
-                    f"{name} must have {count} values, got {len(values)}."
-                )
             if any(map(ne, values, values)):  # only NaN differs from itself
                 for mark, value in zip(marks, values, strict=True):
                     if value != value:
@@ -271,15 +251,11 @@ class Store:
         )
 
 
-def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
+def _listed(value: Column) -> Any:  # noqa: ANN401
     """A list with a value for each row, or the one value of all."""
     if isinstance(value, str):
         return _clean(value)
     if isinstance(value, Tensor | np.ndarray):
-        if value.ndim != 1:
-            raise InvalidInputError(
-                f"{name} must have one axis, got shape {(*value.shape,)}."
-            )
         return value.tolist()
     if isinstance(value, Sequence):
         return [_clean(each) if isinstance(each, str) else each for each in value]
@@ -316,13 +292,9 @@ def export(
 ) -> list[Path]:
     """Write the rows that count of every table to a file of its own.
 
-    Args:
-        path: The database of a run.
-        folder: Target; created, and must not contain files of these names.
-        kind: "parquet" (needs DuckDB) or "csv".
+    The folder is created; it must not contain files of these names. Parquet needs
+    DuckDB.
     """
-    if kind not in ("parquet", "csv"):
-        raise InvalidInputError(f"kind must be 'parquet' or 'csv', got {kind!r}.")
     duckdb = _duckdb() if kind == "parquet" else None
     folder, db = Path(folder), open_store(path, seconds=DEADLINE)
     try:

@@ -104,10 +104,8 @@ def workers(
 ) -> Workers:
     """Workers of the kind that the arguments ask for.
 
-    Args:
-        count: Number of workers; 0: run jobs here, or on all cores of a Ray cluster.
-        ray: The address of a Ray cluster, or "local" to start one.
-        deadline: Seconds that a job may take.
+    With count 0, jobs run here, or on all cores of the Ray cluster at the address `ray`
+    ("local" starts one). A job may take `deadline` seconds.
     """
     if ray is not None:
         from esper.workers.ray import RayWorkers

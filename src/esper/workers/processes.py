@@ -33,12 +33,8 @@ class Processes(Pool[Future[Any]]):
     """Processes of one thread each, started on demand.
 
     Each has an executor of its own, because a dead process breaks its executor.
-
-    Args:
-        count: Number of processes.
-        deadline: Seconds that a job may take.
-        memory: Limit of each process in bytes; None: an equal part of the machine's, so
-            that a job fails before the machine runs out.
+    `memory` limits the bytes of each, by default to an equal part of the machine's, so
+    that a job fails before the machine runs out.
     """
 
     def __init__(

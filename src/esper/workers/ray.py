@@ -58,13 +58,7 @@ LOCAL_ENVIRONMENT: Final = {
 
 
 class RayWorkers(Pool[Any]):
-    """Workers of a Ray cluster.
-
-    Args:
-        count: Jobs at a time; 0: one for each core of the cluster.
-        address: Of a cluster; "local": start one here, and end it.
-        deadline: Seconds that a job may take.
-    """
+    """Workers of a Ray cluster; "local" starts one here. With count 0, one per core."""
 
     def __init__(
         self, count: int, address: str = LOCAL, deadline: float = DEADLINE
