@@ -221,7 +221,7 @@ def evaluate_controller(
     raw = replace(settings, relative=False)
     world = evaluation_world(task, hosts, rng_seed, raw, stage=stage)
     result = evaluate_episode(world, controller_for(controller, world.spec), rng_seed)
-    return relative(result, task, hosts, rng_seed, settings, stage=stage)
+    return _relative(result, task, rng_seed, settings, stage)
 
 
 def notes_on(arms: Iterable[str], settings: WorldSettings) -> dict[str, str]:
@@ -255,8 +255,7 @@ def evaluate_static(
         size = task.host.parameters * (1.0 + float(reference.added.mean()))
         return evaluate_plain(widened(task.host, size), *where)
     spend = float(reference.training_macs.mean())
-    least = (settings or WorldSettings()).horizon or task.horizon
-    return evaluate_plain(task.host, *where, spend=spend, least=least)
+    return evaluate_plain(task.host, *where, spend=spend)
 
 
 def evaluate_plain(
@@ -267,49 +266,41 @@ def evaluate_plain(
     settings: WorldSettings | None = None,
     *,
     spend: float | None = None,
-    least: int = 1,
-    stage: str = TEST,
 ) -> EvalResult:
-    """The result of a network that does not grow, on the data of the same hosts.
+    """The result of a network that does not grow, on the data of the test hosts.
 
     `host` replaces the task's own, which rent stays relative to. It trains for the
-    usual number of decisions, or until it has cost `spend` multiply-adds in at least
-    `least`.
+    usual number of decisions, or longer until it has cost `spend` multiply-adds.
     """
     settings = settings or WorldSettings()
     own = settings.applied_to(task)
     horizon = own.horizon
     if spend is not None and settings.clock == "batches":
-        horizon = _decisions_for(spend, host, own, settings, rng_seed)
-        horizon = min(max(horizon, least), MAX_DECISIONS)
+        wanted = _decisions_for(spend, host, own, settings, rng_seed)
+        horizon = min(max(wanted, own.horizon), MAX_DECISIONS)
     # A plain network needs no measurements, which would shorten its training.
     charged = settings.charge_eval and settings.clock != "compute"
     terms = replace(settings, horizon=horizon, relative=False, charge_eval=charged)
     trained = replace(task, host=host, unit_host=task.unit)
     # The return of every arm starts from the worth of the plain host.
     plain, wide = (
-        evaluation_world(each, hosts, rng_seed, terms, stage=stage).reset().host
+        evaluation_world(each, hosts, rng_seed, terms).reset().host
         for each in (task, trained)
     )
     ahead = wide.score - wide.rent * wide.added - plain.score
-    world = evaluation_world(trained, hosts, rng_seed, terms, stage=stage)
+    world = evaluation_world(trained, hosts, rng_seed, terms)
     result = evaluate_episode(world, Never(), rng_seed)
     result = replace(result, returns=result.returns + ahead.double().numpy())
-    return relative(result, task, hosts, rng_seed, settings, stage=stage)
+    return _relative(result, task, rng_seed, settings, TEST)
 
 
-def relative(
-    result: EvalResult,
-    task: Task,
-    hosts: int,
-    rng_seed: int,
-    settings: WorldSettings,
-    *,
-    stage: str,
+def _relative(
+    result: EvalResult, task: Task, rng_seed: int, settings: WorldSettings, stage: str
 ) -> EvalResult:
     """The result relative to the same hosts that never grow, if the world is."""
     if not settings.relative:
         return result
+    hosts = len(result.returns)
     world = evaluation_world(task, hosts, rng_seed, settings, stage=stage)
     world.reset()
     unit, never = (

@@ -150,14 +150,14 @@ class Run:
         return cls(path, disk, lock)
 
     @classmethod
-    def open(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+    def open(cls, path: Path) -> "Run":
         """Open a run and lock it."""
-        run = cls.read(path, disk=disk)
+        run = cls.read(path)
         run._lock = Lock(path)
         return run
 
     @classmethod
-    def read(cls, path: Path, *, disk: Disk | None = None) -> "Run":
+    def read(cls, path: Path) -> "Run":
         """Open a run for reading, also while another process writes."""
         if not path.is_dir():
             raise InvalidInputError(
@@ -165,7 +165,7 @@ class Run:
             )
         if not (path / CONFIG).is_file():
             raise InvalidInputError(f"{short(path)} is no run: it has no {CONFIG}.")
-        return cls(path, disk or Disk(), None)
+        return cls(path, Disk(), None)
 
     @staticmethod
     def list(root: Path) -> Sequence[RunSummary]:
