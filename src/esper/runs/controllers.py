@@ -90,7 +90,7 @@ def load_controller(path: Path | str) -> TrainedController:
         config=config,
         weights=weights,
         round=found.manifest.step,
-        blueprints=actions.get("blueprints", ()),
+        blueprints=actions.get("blueprints"),
         choices=actions.get("heads", {}),
     )
 
@@ -171,7 +171,7 @@ def export_controller(
 def _blueprints(learned: TrainedController) -> list[str]:
     """Names of the blueprints that it was trained with, all of them built in."""
     table = {each.name for each in BLUEPRINTS}
-    names = learned.blueprints
+    names = learned.blueprints or ()
     if not names:
         raise InvalidInputError(
             f"{learned.name} has no list of blueprints; train it again."

@@ -64,8 +64,8 @@ class TrainedController:
     weights: Tensors = field(repr=False)
     round: int = 0
     """Training round of the weights; 0 if unknown."""
-    blueprints: Collection[str] = ()
-    """Blueprints that it was trained with; empty: it may choose any action."""
+    blueprints: Collection[str] | None = None
+    """Blueprints that it was trained with; None: it may choose any action."""
     choices: Mapping[str, Collection[str]] = field(default_factory=dict, repr=False)
     """Choices that it was trained with, for each head but slot and blueprint."""
     training: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -82,7 +82,7 @@ class TrainedController:
         def make(known: ActionSpec) -> Controller:
             return with_temperature(self.policy(known))
 
-        if not self.blueprints:
+        if self.blueprints is None:
             return make(spec)
         return Restricted(make, spec, self.blueprints, self.choices)
 
