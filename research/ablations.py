@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.errors import InvalidInputError
-from esper.evaluation.evaluation import judge
+from esper.evaluation.evaluation import evaluate_controller
 from esper.evaluation.statistics import crossed_interval
 from esper.runs.controllers import load_controller
 from esper.runs.progress import Progress
@@ -161,7 +161,9 @@ def trained(shared: tuple[Size, Path], job: tuple[str, int]) -> Trained:
         controller = load_controller(Path(runs) / "one")
     world = preset("family").world
     shares = [
-        judge(controller, drawn_task(FAMILY, number), size.hosts, FAMILY, world)
+        evaluate_controller(
+            controller, drawn_task(FAMILY, number), size.hosts, FAMILY, world
+        )
         for number in range(size.tasks)
     ]
     return Trained(variant, seed, [each.returns.tolist() for each in shares])

@@ -26,7 +26,12 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.errors import InvalidInputError
 from esper.environment.settings import WorldSettings
-from esper.evaluation.evaluation import judge, judge_plain, times_as_wide, widened
+from esper.evaluation.evaluation import (
+    evaluate_controller,
+    evaluate_plain,
+    times_as_wide,
+    widened,
+)
 from esper.files import Disk, publish, storage
 from esper.runs.controllers import load_controller
 from esper.runs.progress import Progress
@@ -344,10 +349,10 @@ def judged(part: Part, rate: float, hosts: int, rng_seed: int) -> EvalResult:
     task = task_of(part.task)
     where = (task, hosts, rng_seed, settings)
     if part.parameters is not None:
-        return judge_plain(widened(task.host, part.parameters), *where)
+        return evaluate_plain(widened(task.host, part.parameters), *where)
     if part.arm in LADDER:
-        return judge_plain(times_as_wide(task.host, LADDER[part.arm]), *where)
-    return judge(part.maker or part.arm, *where)
+        return evaluate_plain(times_as_wide(task.host, LADDER[part.arm]), *where)
+    return evaluate_controller(part.maker or part.arm, *where)
 
 
 def task_of(name: str) -> Task:

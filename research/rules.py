@@ -28,7 +28,7 @@ from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import LEAST_ERROR
-from esper.evaluation.evaluation import play_and_judge
+from esper.evaluation.evaluation import evaluate_episode
 from esper.tamiyo.rule_based import ByRent
 from esper.tamiyo.schedule import Schedule, Scheduled
 from esper.tasks.family import drawn_task
@@ -159,7 +159,7 @@ def grown(stop: str, number: int) -> SeedModules:
         settings = replace(world_settings(stop), group_size=envs, rent=1.0)
         world = GrowingWorld(task, envs, number, settings=settings)
         controller: Controller = make(world.spec)
-        stops = play_and_judge(world, controller, number).stops
+        stops = evaluate_episode(world, controller, number).stops
         assert stops is not None
         parts.append(
             (stops.weights @ stops.score, stops.weights @ (stops.score - stops.worth))

@@ -16,7 +16,7 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.errors import InvalidInputError
 from esper.evaluation.statistics import mean_interval
-from esper.evaluation.summary import watched_returns
+from esper.evaluation.summary import validation_returns
 from esper.runs.database import open_store, rows
 from esper.runs.run import STORE
 
@@ -58,7 +58,7 @@ def run(runs: str = "", plot: str = "") -> Report:
 def read(folder: Path) -> Training:
     """What a training did on the hosts that watched it."""
     with closing(open_store(folder / STORE)) as db:
-        found = watched_returns(rows(db, "live_evaluations"))
+        found = validation_returns(rows(db, "live_evaluations"))
     if len(found) < 2:
         raise InvalidInputError(
             f"{folder} was not watched at two rounds; wait, or train longer."

@@ -293,7 +293,7 @@ def fill(pool):
 def harm(fault, pool, mark):
     """Let a fault happen in what is trained meanwhile."""
     tag, chance = os.environ[TAG], random.Random()
-    give, threads, calls, held = pool._give, [], [], []
+    give, threads, calls, held = pool._submit, [], [], []
     if fault.deed == "object store full":
         held = fill(pool)
     elif fault.phase in ("start", "idle"):
@@ -305,7 +305,7 @@ def harm(fault, pool, mark):
             threads[0].start()
     else:
         wrap = partial(partial, harmed, fault.deed, fault.phase, str(mark))
-        pool._give = lambda function, *what: give(wrap(function), *what)
+        pool._submit = lambda function, *what: give(wrap(function), *what)
 
     def between(record):
         calls.append(record.round)
@@ -317,7 +317,7 @@ def harm(fault, pool, mark):
     try:
         yield OnRoundEnd(between)
     finally:
-        pool._give = give
+        pool._submit = give
         held.clear()
         for thread in threads:
             thread.join()

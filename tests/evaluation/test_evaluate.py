@@ -12,7 +12,7 @@ from rich.console import Console
 
 from esper.contracts.errors import InvalidInputError, RunLockedError
 from esper.evaluation.evaluate import EvaluateConfig, evaluate, run_evaluation
-from esper.evaluation.evaluation import judge, judge_static
+from esper.evaluation.evaluation import evaluate_controller, evaluate_static
 from esper.evaluation.summary import summary_of
 from esper.report.page import write_report
 from esper.runs.controllers import load_controller
@@ -32,7 +32,7 @@ from tests.evaluation.test_evaluation import lost, tiny
 
 @pytest.fixture
 def _few_tasks():
-    """A catalogue of one task that can be judged and one that cannot."""
+    """A catalogue of one task that can be evaluated and one that cannot."""
     before = dict(catalogue._BUILDERS)
     catalogue._BUILDERS.clear()
     register_task("tiny")(tiny)
@@ -72,16 +72,16 @@ def timeless(found):
 pytestmark = pytest.mark.usefixtures("_few_tasks")
 
 
-def test_the_store_holds_what_was_judged(tmp_path):
+def test_the_store_holds_what_was_evaluated(tmp_path):
     path, skipped = evaluate(config(tmp_path), quiet())
     found = stored(path)
     assert skipped == {}
     arms = ("never", "early", "static")
     assert [row["controller"] for row in found] == [arm for arm in arms for _ in (0, 1)]
     assert {(row["stage"], row["task"], row["round"]) for row in found} == {
-        ("judged", "tiny", 0)
+        ("test", "tiny", 0)
     }
-    early = judge("early", tiny(), 2, 0)
+    early = evaluate_controller("early", tiny(), 2, 0)
     for host, row in enumerate(found[2:4]):
         assert row["host"] == host
         assert row["return"] == early.returns[host]
@@ -190,7 +190,7 @@ def test_nothing_left_to_judge_is_an_error_with_the_reasons(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_name_is_used_once_and_arms_named_twice_are_judged_once(tmp_path):
+def test_a_name_is_used_once_and_arms_named_twice_are_evaluated_once(tmp_path):
     made = config(tmp_path, tasks=("tiny", "tiny"), controllers=("never", "never"))
     path, _ = evaluate(made, quiet())
     assert len(stored(path)) == 2
@@ -207,8 +207,8 @@ def test_static_is_measured_by_early_of_its_own_task(tmp_path):
     found = stored(path)
     assert len(found) == 2 * 3 * 2
     for task in (tiny(), wide):
-        reference = judge("early", task, 2, 0)
-        expected = judge_static("static", task, 2, 0, reference)
+        reference = evaluate_controller("early", task, 2, 0)
+        expected = evaluate_static("static", task, 2, 0, reference)
         rows_ = [
             r for r in found if (r["task"], r["controller"]) == (task.name, "static")
         ]
@@ -234,7 +234,7 @@ def test_a_run_that_learnt_is_an_arm_by_its_name_and_the_reference(tmp_path, tra
     path, _ = evaluate(config(tmp_path, controllers=arms), quiet())
     found = {row["controller"]: row["added"] for row in stored(path)}
     assert found.keys() == {"never", "fern", "early", "static"}
-    expected = judge(load_controller(trained), tiny(), 2, 0).added.mean()
+    expected = evaluate_controller(load_controller(trained), tiny(), 2, 0).added.mean()
     mean = np.mean([r["added"] for r in stored(path) if r["controller"] == "fern"])
     assert mean == expected
     assert found["static"] <= mean
@@ -283,11 +283,11 @@ def test_rows_are_stored_before_an_arm_is_shown_and_an_interruption_keeps_them(
     assert [one.state for one in Run.list(tmp_path / "runs")] == ["stopped"]
 
 
-def test_the_shipped_controller_is_judged_by_name_and_only_if_it_is_named(tmp_path):
+def test_the_shipped_controller_is_evaluated_by_name_and_only_if_it_is_named(tmp_path):
     arms = ("never", "tamiyo", "static")
     path, _ = evaluate(config(tmp_path, controllers=arms), quiet())
     rows = [row for row in stored(path) if row["controller"] == "tamiyo"]
-    expected = judge(shipped(), tiny(), 2, 0)
+    expected = evaluate_controller(shipped(), tiny(), 2, 0)
     found = [row["return"] for row in sorted(rows, key=lambda row: row["host"])]
     np.testing.assert_array_equal(found, expected.returns)
     assert is_learned("tamiyo")

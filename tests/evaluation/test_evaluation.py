@@ -10,10 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import InvalidInputError
 from esper.evaluation.evaluation import (
-    judge,
-    judge_plain,
-    judge_static,
-    judged_world,
+    evaluate_controller,
+    evaluate_plain,
+    evaluate_static,
+    evaluation_world,
     times_as_wide,
 )
 from esper.runs.records import EvalResult
@@ -63,7 +63,7 @@ def lost() -> Task:
     return replace(tiny(), name="lost", data=missing)
 
 
-class Watched:
+class Recorder:
     """Another controller, with the scores it saw and the ops it chose."""
 
     def __init__(self, controller):
@@ -93,32 +93,38 @@ def assert_same(one: EvalResult, other: EvalResult) -> None:
     ],
 )
 def test_a_controller_its_maker_and_its_name_do_the_same_to_the_bit(one, other):
-    assert_same(judge(one, tiny(), HOSTS, 0), judge(other, tiny(), HOSTS, 0))
+    assert_same(
+        evaluate_controller(one, tiny(), HOSTS, 0),
+        evaluate_controller(other, tiny(), HOSTS, 0),
+    )
 
 
 def test_controllers_are_paired_until_one_of_them_grows():
     task = replace(tiny(), decision_every=40, learning_rate=0.03)
-    world = judged_world(task, HOSTS, 0)
-    never, early = Watched(Never()), Watched(Scheduled(world.spec, EARLY))
-    apart = judge(never, task, HOSTS, 0), judge(early, task, HOSTS, 0)
+    world = evaluation_world(task, HOSTS, 0)
+    never, early = Recorder(Never()), Recorder(Scheduled(world.spec, EARLY))
+    apart = (
+        evaluate_controller(never, task, HOSTS, 0),
+        evaluate_controller(early, task, HOSTS, 0),
+    )
     assert torch.equal(never.scores[0], early.scores[0])
     assert (torch.stack(early.ops) != Op.WAIT).any()
     assert not np.array_equal(apart[0].returns, apart[1].returns)
 
 
 def test_waiting_adds_nothing_and_returns_the_score_that_was_gained():
-    watched = Watched(Never())
-    judged = judge(watched, tiny(), HOSTS, 0)
-    world = judged_world(tiny(), HOSTS, 0)
+    recorder = Recorder(Never())
+    result = evaluate_controller(recorder, tiny(), HOSTS, 0)
+    world = evaluation_world(tiny(), HOSTS, 0)
     world.reset()
     for _ in range(HORIZON):
         last = world.step(torch.zeros(HOSTS, len(HEAD), dtype=torch.int64)).report
-    gained = last.score - watched.scores[0]
-    assert np.abs(judged.returns - gained.numpy()).max() < 1e-6
-    assert_array_equal(judged.test, last.test.double())
-    assert_array_equal(judged.added, np.zeros(HOSTS))
-    assert_array_equal(judged.macs, np.ones(HOSTS))
-    assert not judged.panicked.any()
+    gained = last.score - recorder.scores[0]
+    assert np.abs(result.returns - gained.numpy()).max() < 1e-6
+    assert_array_equal(result.test, last.test.double())
+    assert_array_equal(result.added, np.zeros(HOSTS))
+    assert_array_equal(result.macs, np.ones(HOSTS))
+    assert not result.panicked.any()
 
 
 def test_a_host_that_panics_counts_once_though_the_world_goes_on():
@@ -127,9 +133,9 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     It must not count even if it ends in the same step as another host's first.
     """
     task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
-    watched = Watched(Never())
-    judged = judge(watched, task, 8, 0)
-    world = judged_world(task, 8, 0)
+    recorder = Recorder(Never())
+    result = evaluate_controller(recorder, task, 8, 0)
+    world = evaluation_world(task, 8, 0)
     world.reset()
     first: dict[int, tuple[float, bool]] = {}
     again = []
@@ -143,58 +149,61 @@ def test_a_host_that_panics_counts_once_though_the_world_goes_on():
     assert len(first) == 8
     assert (1, True) in again
     assert {panicked for _, panicked in first.values()} == {True, False}
-    assert judged.test.tolist() == [first[env][0] for env in range(8)]
-    assert judged.panicked.tolist() == [first[env][1] for env in range(8)]
-    fell = judged.panicked
-    expected = -1.0 - watched.scores[0].numpy()
-    assert np.abs(judged.returns - expected)[fell].max() < 1e-6
-    assert_array_equal(judged.area[fell], 0.0)
-    assert (judged.area[~fell] > 0.0).all()
-    assert judged.seconds.shape == (8,)
-    assert (judged.seconds > 0.0).all()
+    assert result.test.tolist() == [first[env][0] for env in range(8)]
+    assert result.panicked.tolist() == [first[env][1] for env in range(8)]
+    fell = result.panicked
+    expected = -1.0 - recorder.scores[0].numpy()
+    assert np.abs(result.returns - expected)[fell].max() < 1e-6
+    assert_array_equal(result.area[fell], 0.0)
+    assert (result.area[~fell] > 0.0).all()
+    assert result.seconds.shape == (8,)
+    assert (result.seconds > 0.0).all()
 
 
 def test_the_area_is_the_mean_of_the_scores_after_every_decision():
     task = replace(tiny(), decision_every=10, learning_rate=0.03)
-    watched = Watched(Never())
-    judged = judge(watched, task, HOSTS, 0)
+    recorder = Recorder(Never())
+    result = evaluate_controller(recorder, task, HOSTS, 0)
     # What was seen before a decision is the score after the one before.
-    after = [*watched.scores[1:], torch.from_numpy(judged.score)]
+    after = [*recorder.scores[1:], torch.from_numpy(result.score)]
     expected = torch.stack([one.double() for one in after]).mean(dim=0)
-    assert np.abs(judged.area - expected.numpy()).max() < 1e-12
-    assert np.ptp(torch.stack(watched.scores).numpy()) > 0.1
+    assert np.abs(result.area - expected.numpy()).max() < 1e-12
+    assert np.ptp(torch.stack(recorder.scores).numpy()) > 0.1
 
 
-def test_a_run_is_judged_on_its_own_terms():
+def test_a_run_is_evaluated_on_its_own_terms():
     settings = World(horizon=2, rent=0.5, budget=1.0, blueprints=("widen_8",))
-    watched = Watched(Never())
-    judge(watched, tiny(), HOSTS, 0, settings)
-    assert len(watched.scores) == 2
+    recorder = Recorder(Never())
+    evaluate_controller(recorder, tiny(), HOSTS, 0, settings)
+    assert len(recorder.scores) == 2
     dear, cheap = (
-        judge("early", tiny(), HOSTS, 0, World(rent=rent)) for rent in (0.5, 0.0)
+        evaluate_controller("early", tiny(), HOSTS, 0, World(rent=rent))
+        for rent in (0.5, 0.0)
     )
     assert dear.added.min() > 0
     assert np.abs(cheap.returns - dear.returns - 0.5 * dear.added).max() < 1e-6
 
 
-@pytest.mark.parametrize(("rng_seed", "stage"), [(1, "judged"), (0, "watched")])
+@pytest.mark.parametrize(("rng_seed", "stage"), [(1, "test"), (0, "validation")])
 def test_another_number_or_stage_is_other_hosts(rng_seed, stage):
-    first, second = Watched(Never()), Watched(Never())
-    judge(first, tiny(), HOSTS, 0)
-    judge(second, tiny(), HOSTS, rng_seed, stage=stage)
+    first, second = Recorder(Never()), Recorder(Never())
+    evaluate_controller(first, tiny(), HOSTS, 0)
+    evaluate_controller(second, tiny(), HOSTS, rng_seed, stage=stage)
     assert not torch.equal(first.scores[0], second.scores[0])
 
 
 def test_relative_returns_are_the_errors_of_the_same_host_that_are_removed():
     task, relative = tiny(), World(relative=True, rent=0.02)
     raw = replace(relative, relative=False)
-    never = judge(Never(), task, HOSTS, 0, raw)
+    never = evaluate_controller(Never(), task, HOSTS, 0, raw)
     errors = 1 - never.score
-    reference = judge("early", task, HOSTS, 0, raw)
+    reference = evaluate_controller("early", task, HOSTS, 0, raw)
     arms = [
-        lambda world: judge("early", task, HOSTS, 0, world),
-        lambda world: judge_plain(times_as_wide(task.host, 4), task, HOSTS, 0, world),
-        lambda world: judge_static("longer", task, HOSTS, 0, reference, world),
+        lambda world: evaluate_controller("early", task, HOSTS, 0, world),
+        lambda world: evaluate_plain(
+            times_as_wide(task.host, 4), task, HOSTS, 0, world
+        ),
+        lambda world: evaluate_static("longer", task, HOSTS, 0, reference, world),
     ]
     for arm in arms:
         share, points = arm(relative), arm(raw)

@@ -135,12 +135,12 @@ def test_halving_is_refused_where_sizes_cannot_end_at_equal_compute(clock):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_controls_follow_when_all_sizes_of_their_task_are_judged(count):
+def test_controls_follow_when_all_sizes_of_their_task_are_evaluated(count):
     check_halving(WORLD.clock_of(WORLD.applied_to(tiny())))
     arms = ("halving", "static-x1", "envelope", "never", "static-x4", "best-size")
     jobs = [Job(name, tiny(), 2, 0, WORLD) for name in arms]
     with workers(count) as pool:
-        order = [(job.arm, judged) for job, judged in results_of(jobs, pool)]
+        order = [(job.arm, result) for job, result in results_of(jobs, pool)]
     found = dict(order)
     assert len(order) == len(arms)
     ladder = [found["static-x1"], found["static-x4"]]
@@ -157,10 +157,14 @@ def test_controls_follow_when_all_sizes_of_their_task_are_judged(count):
 
 def world_return():
     """Of the network that is four times as wide, from its own start."""
-    from esper.evaluation.evaluation import judged_world, play_and_judge, times_as_wide
+    from esper.evaluation.evaluation import (
+        evaluate_episode,
+        evaluation_world,
+        times_as_wide,
+    )
     from esper.tamiyo.rule_based import Never
 
     task = tiny()
     wide = replace(task, host=times_as_wide(task.host, 4), unit_host=task.unit)
     terms = replace(WORLD, charge_eval=False)
-    return play_and_judge(judged_world(wide, 2, 0, terms), Never(), 0).returns
+    return evaluate_episode(evaluation_world(wide, 2, 0, terms), Never(), 0).returns

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator
 
-from esper.contracts.errors import InvalidInputError
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS
 from esper.evaluation.evaluation import (
     Job,
-    judge,
-    judge_static,
-    judged_world,
+    evaluate_controller,
+    evaluate_static,
+    evaluation_world,
     results_of,
     widened,
 )
@@ -31,7 +30,7 @@ TASK = replace(tiny(), decision_every=8, learning_rate=0.02)
 
 @pytest.fixture(scope="module")
 def early():
-    return judge("early", TASK, HOSTS, 0)
+    return evaluate_controller("early", TASK, HOSTS, 0)
 
 
 def cost(host, decisions):
@@ -66,11 +65,11 @@ def test_every_hidden_layer_is_wider_in_proportion():
     images = CnnHost((1, 28, 28), (4, 8), 10)
     found = widened(images, 4.0 * images.parameters)
     assert found.channels == (13, 26)
-    assert (found.image, found.classes) == (images.image, images.classes)
+    assert (found.image, found.num_outputs) == (images.image, images.num_outputs)
 
 
 def test_static_really_has_the_parameters_of_the_reference(early):
-    found = judge_static("static", TASK, HOSTS, 0, early)
+    found = evaluate_static("static", TASK, HOSTS, 0, early)
     host = TASK.host
     wide = widened(host, host.parameters * (1 + early.added.mean()))
     network = wide.build(Generator())
@@ -83,28 +82,28 @@ def test_static_really_has_the_parameters_of_the_reference(early):
 
 def test_static_pays_rent_and_begins_with_the_worth_of_the_plain_host(early):
     rent = 0.3
-    found = judge_static("static", TASK, HOSTS, 0, early, World(rent=rent))
-    start = judged_world(TASK, HOSTS, 0).reset().host.score.double().numpy()
+    found = evaluate_static("static", TASK, HOSTS, 0, early, World(rent=rent))
+    start = evaluation_world(TASK, HOSTS, 0).reset().host.score.double().numpy()
     expected = found.score - start - rent * found.added
     assert np.abs(found.returns - expected).max() < 1e-6
 
 
 def test_static_without_anything_more_is_the_host_itself(early):
     nothing = replace(early, added=np.zeros(HOSTS))
-    found = judge_static("static", TASK, HOSTS, 0, nothing)
-    never = judge("never", TASK, HOSTS, 0)
+    found = evaluate_static("static", TASK, HOSTS, 0, nothing)
+    never = evaluate_controller("never", TASK, HOSTS, 0)
     np.testing.assert_array_equal(found.test, never.test)
     assert np.abs(found.returns - never.returns).max() < 1e-6
     np.testing.assert_array_equal(found.area, never.area)
 
 
 def test_longer_costs_what_the_reference_cost(early):
-    found = judge_static("longer", TASK, HOSTS, 0, early)
+    found = evaluate_static("longer", TASK, HOSTS, 0, early)
     gap = found.training_macs - early.training_macs.mean()
     assert np.abs(gap).max() <= (cost(TASK.host, 2) - cost(TASK.host, 1)) / 2
     assert (found.training_macs > cost(TASK.host, TASK.horizon)).all()
     assert found.added.tolist() == [0.0] * HOSTS
-    never = judge("never", TASK, HOSTS, 0)
+    never = evaluate_controller("never", TASK, HOSTS, 0)
     assert not np.array_equal(found.score, never.score)
 
 
@@ -112,13 +111,13 @@ def test_plain_networks_do_not_pay_for_looks_that_nobody_takes(early):
     world = World(clock="compute", stop="anytime", horizon=12)
     free = replace(world, charge_eval=False)
     charged, uncharged, expected = (
-        judge_static("static", TASK, HOSTS, 0, early, world),
-        judge_static("static", TASK, HOSTS, 0, early, free),
-        judge("never", TASK, HOSTS, 0, free),
+        evaluate_static("static", TASK, HOSTS, 0, early, world),
+        evaluate_static("static", TASK, HOSTS, 0, early, free),
+        evaluate_controller("never", TASK, HOSTS, 0, free),
     )
     np.testing.assert_array_equal(charged.returns, uncharged.returns)
     nothing = replace(early, added=np.zeros(HOSTS))
-    found = judge_static("static", TASK, HOSTS, 0, nothing, world)
+    found = evaluate_static("static", TASK, HOSTS, 0, nothing, world)
     np.testing.assert_array_equal(found.test, expected.test)
     # It trains for all the compute there is, up to a batch.
     whole = world.clock_of(world.applied_to(TASK)).times()[-1]
@@ -128,14 +127,14 @@ def test_plain_networks_do_not_pay_for_looks_that_nobody_takes(early):
 
 def test_longer_is_never_shorter(early):
     cheap = replace(early, training_macs=np.ones(HOSTS))
-    found = judge_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))
+    found = evaluate_static("longer", TASK, HOSTS, 0, cheap, World(horizon=2))
     assert_cost(found, cost(TASK.host, 2))
 
 
 def test_data_and_order_of_batches_are_the_reference_s(early):
-    plain = judged_world(TASK, HOSTS, 0)
-    wide = judged_world(replace(TASK, host=MlpHost((4, 9, 3))), HOSTS, 0)
-    longer = judged_world(TASK, HOSTS, 0, World(horizon=2 * TASK.horizon))
+    plain = evaluation_world(TASK, HOSTS, 0)
+    wide = evaluation_world(replace(TASK, host=MlpHost((4, 9, 3))), HOSTS, 0)
+    longer = evaluation_world(TASK, HOSTS, 0, World(horizon=2 * TASK.horizon))
     for world in (plain, wide, longer):
         world.reset()
     steps = TASK.horizon * TASK.decision_every
@@ -151,8 +150,8 @@ def test_data_and_order_of_batches_are_the_reference_s(early):
 def test_a_static_host_that_panics_is_worth_what_any_is(early):
     task = replace(tiny(), data=often_too_large, varied=True, batch=128, horizon=2)
     reference = replace(early, added=np.full(HOSTS, 2.0))
-    found = judge_static("static", task, 8, 0, reference)
-    start = judged_world(task, 8, 0).reset().host.score.double().numpy()
+    found = evaluate_static("static", task, 8, 0, reference)
+    start = evaluation_world(task, 8, 0).reset().host.score.double().numpy()
     assert found.panicked.any()
     gap = found.returns - (-1.0 - start)
     assert np.abs(gap[found.panicked]).max() < 1e-6
@@ -164,23 +163,16 @@ def test_who_static_arms_are_measured_by():
     assert reference_of(["never", "random"]) is None
 
 
-def test_an_unknown_static_arm_is_refused(early):
-    with pytest.raises(
-        InvalidInputError, match="no static arm 'wide'; there are static, long"
-    ):
-        judge_static("wide", TASK, HOSTS, 0, early)
-
-
 @pytest.mark.parametrize("name", ["mnist5k", "text", "letter", "teacher"])
 def test_hosts_of_every_kind_can_be_widened(name):
     host = find_task(name).host
     assert 2 * host.parameters < widened(host, 3 * host.parameters).parameters
 
 
-def test_a_ladder_of_sizes_is_judged_beside_others():
+def test_a_ladder_of_sizes_is_evaluated_with_others():
     arms = ("never", "static-x1", "static-x4")
     jobs = [Job(arm, TASK, HOSTS, 0, World()) for arm in arms]
-    found = {job.arm: judged for job, judged in results_of(jobs, Workers())}
+    found = {job.arm: result for job, result in results_of(jobs, Workers())}
     for name in ("returns", "score", "test", "training_macs"):
         same = (getattr(found[arm], name) for arm in ("never", "static-x1"))
         np.testing.assert_array_equal(*same)

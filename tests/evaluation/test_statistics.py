@@ -1,6 +1,6 @@
 """Estimates, intervals and tests agree with SciPy and with brute force."""
 
-from math import isnan, nan
+from math import isnan
 
 import numpy as np
 import pytest
@@ -264,16 +264,13 @@ GOOD, BAD = np.ones((2, 3)), np.array([[1.0, 2.0, 3.0], [1.0, np.nan, 3.0]])
         (lambda: iqm_interval(BAD), "must be finite"),
         (lambda: iqm_interval(np.zeros((2, 0))), r"got \[\(0,\), \(0,\)\]"),
         (lambda: iqm_interval([]), r"scores of some seeds for each task, got \[\]"),
-        (lambda: iqm_interval(GOOD, resamples=0), "at least 1, got 0"),
         (lambda: paired_improvement(GOOD, GOOD[:, :2]), r"\[3, 3\] and \[2, 2\]"),
         (lambda: paired_wilcoxon(GOOD[0], GOOD[0, :2]), r"\[3\] and \[2\]"),
         (lambda: crossed_interval([GOOD], [GOOD[:, :2]]), r"\[6\] and \[4\]"),
-        (lambda: holm([]), r"got \[\]"),
-        (lambda: holm([0.1, nan]), r"in \[0, 1\], got \[0.1, nan\]"),
         (lambda: compare_pairs({"b": (GOOD, BAD)}), "finite"),
     ],
 )
-def test_what_cannot_be_judged_is_refused_in_one_line(call, message):
+def test_what_cannot_be_evaluated_is_refused_in_one_line(call, message):
     with pytest.raises(InvalidInputError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -14,7 +14,7 @@ from esper.evaluation.summary import (
     headline,
     print_summary,
     summarise,
-    watched_trend,
+    validation_trend,
 )
 from tests.references import statistics as reference
 
@@ -41,7 +41,7 @@ RECORDED = {
 }
 
 
-def rows_of(arms=RECORDED, task="letter", *, hosts=10, round=0, stage="judged"):
+def rows_of(arms=RECORDED, task="letter", *, hosts=10, round=0, stage="test"):
     """Rows as the store gives them."""
     return [
         {
@@ -166,7 +166,7 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
     worse = {name: ([0.1] * 10, [0.1] * 10) for name in RECORDED}
     mixed = [
         *rows_of(worse, round=3),
-        *rows_of(worse, round=9, stage="watched"),
+        *rows_of(worse, round=9, stage="validation"),
         *rows_of(round=7)[::-1],
     ]
     assert summarise(mixed, resamples=RESAMPLES) == summary_of()
@@ -175,15 +175,15 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
 
 
 def test_what_training_changed_is_told_of_the_last_round_not_the_best():
-    def watched(round, more):
+    def validation(round, more):
         arms = {"Tamiyo": (np.arange(10) / 10 + more, np.zeros(10))}
         tasks = ("letter", "tiny")
-        found = [rows_of(arms, t, round=round, stage="watched") for t in tasks]
+        found = [rows_of(arms, t, round=round, stage="validation") for t in tasks]
         return [*found[0], *found[1]]
 
-    start, best, last = watched(0, 0.0), watched(20, 0.5), watched(40, 0.25)
-    assert watched_trend(start) is None
-    assert watched_trend([*last, *best, *start, *rows_of(round=40)]) == (
+    start, best, last = validation(0, 0.0), validation(20, 0.5), validation(40, 0.25)
+    assert validation_trend(start) is None
+    assert validation_trend([*last, *best, *start, *rows_of(round=40)]) == (
         "On the validation hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
         "[+0.250, +0.250] (95 % over hosts)."
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from esper.environment.growing import GrowingWorld
-from esper.evaluation.evaluation import judge
+from esper.evaluation.evaluation import evaluate_controller
 from esper.evaluation.summary import FEW_ROUNDS, return_trend
 from esper.runs.progress import sparkline
 from esper.runs.train_config import Budget, Learner, TrainConfig
@@ -54,7 +54,7 @@ def test_the_return_rises_where_growing_pays():
     assert np.mean(returns[-FEW_ROUNDS:]) > np.mean(returns[:FEW_ROUNDS]) + 0.06
     assert return_trend(returns).startswith("The return rose:")
     never, chance, tamiyo = (
-        judge(controller, TOO_NARROW, 16, 0).returns.mean()
+        evaluate_controller(controller, TOO_NARROW, 16, 0).returns.mean()
         for controller in ("never", "random", GreedyPolicy(trainer.policy))
     )
     assert tamiyo > max(never, chance) + 0.1

@@ -88,7 +88,7 @@ def evaluate(store, tasks, arms, last):
             store.add_evaluation(
                 results(0.5 - 0.05 * index + noise + stream.normal(0, 0.01, 12)),
                 round=last,
-                stage="judged",
+                stage="test",
                 controller=arm,
                 task=task,
             )
@@ -97,7 +97,7 @@ def evaluate(store, tasks, arms, last):
                 store.add_evaluation(
                     results(0.3 + 0.02 * number + noise),
                     round=number,
-                    stage="watched",
+                    stage="validation",
                     controller=arms[0],
                     task=task,
                 )

@@ -6,7 +6,7 @@ from torch import Generator
 
 from esper.contracts.actions import HEAD, Op
 from esper.environment.settings import WorldSettings
-from esper.evaluation.evaluation import judged_world
+from esper.evaluation.evaluation import evaluation_world
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tasks.family import drawn_task
 from research.regression import COLUMNS, BestForetold, Tree, columns_of
@@ -58,7 +58,9 @@ def test_a_choice_is_worth_what_follows_it_less_what_follows_waiting():
 
 
 def test_the_best_foretold_choice_is_taken_if_it_beats_waiting():
-    world = judged_world(drawn_task(0, 1), 3, 0, WorldSettings(at_once=True, slots=6))
+    world = evaluation_world(
+        drawn_task(0, 1), 3, 0, WorldSettings(at_once=True, slots=6)
+    )
     seen = world.reset()
     masks = compute_masks(seen, world.spec)
     cost = COLUMNS.index("cost")

@@ -10,13 +10,7 @@ import shutil
 from esper.contracts.errors import InvalidInputError, StorageError
 from esper.files import Manifest, discard, pack
 from esper.runs.checkpoint import CheckpointFolder
-from tests.runs.disks import (
-    CountingDisk,
-    Died,
-    DyingDisk,
-    PowerCut,
-    RecordingDisk,
-)
+from tests.runs.disks import CountingDisk, Died, DyingDisk, PowerCut, RecordingDisk
 from tests.training.killed_runs import digest
 
 LOSSES = ("none", "all", *range(5))

@@ -9,15 +9,7 @@ from pathlib import Path
 
 from esper.files import Disk
 
-CHANGES = (
-    "mkdir",
-    "create",
-    "sync_file",
-    "sync_folder",
-    "rename",
-    "unlink",
-    "rmdir",
-)
+CHANGES = ("mkdir", "create", "sync_file", "sync_folder", "rename", "unlink", "rmdir")
 READS = ("read", "open")
 
 

@@ -141,7 +141,7 @@ def fill(path):
         add_end(store, 2, step=6)
         store.add_round(record(2))
         figures = np.array([0.1, 0.2])
-        judged = EvalResult(
+        result = EvalResult(
             **{
                 field.name: figures
                 for field in fields(EvalResult)
@@ -149,6 +149,6 @@ def fill(path):
             },
             panicked=np.array([False, True]),
         )
-        about = {"stage": "judged", "controller": "early", "task": "letter"}
-        store.add_evaluation(judged, round=2, **about)
+        about = {"stage": "test", "controller": "early", "task": "letter"}
+        store.add_evaluation(result, round=2, **about)
         store.add_note(2, "host", "resumed on another machine")

@@ -17,15 +17,7 @@ import torch
 from safetensors.torch import save
 
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.files import (
-    BLANK,
-    SCHEMA,
-    Manifest,
-    discard,
-    pack,
-    read_tensors,
-    unfinished,
-)
+from esper.files import BLANK, SCHEMA, Manifest, discard, pack, read_tensors, unfinished
 from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.crash_points import InPlace, Saves
 from tests.runs.disks import (
@@ -286,7 +278,7 @@ def test_a_file_that_lies_is_refused_in_one_line(data, why):
     assert line.startswith("checkpoints/000001.safetensors")
 
 
-def test_a_file_is_judged_by_its_header_before_it_is_read(tmp_path):
+def test_a_file_is_evaluated_by_its_header_before_it_is_read(tmp_path):
     """A sparse file of 3 GiB that agrees with itself, but is not what is wanted."""
     made = filled(tmp_path, 1)
     huge = {"policy/weight": entry(shape=(3 << 28,), stop=3 << 30)}

@@ -71,14 +71,14 @@ def test_what_was_learned_decides_in_a_world_with_other_slots(ending):
 
 def test_what_was_learned_chooses_among_what_it_was_trained_with(ending):
     learned = load_controller(ending.path)
-    heads = {**learned.actions["heads"], "tempo": ["SLOW"]}
     world = GrowingWorld(TINY, 8)
     names = [blueprint.name for blueprint in world.spec.blueprints]
-    known = {"blueprints": names[-1:], "heads": heads}
+    choices = {**learned.choices, "tempo": ["SLOW"]}
+    narrow = replace(learned, blueprints=names[-1:], choices=choices)
     observation = world.reset()
     masks = compute_masks(observation, world.spec)
     planted, chosen = [], [HEAD["blueprint"], HEAD["tempo"]]
-    for each in (learned, replace(learned, actions=known)):
+    for each in (learned, narrow):
         controller, found = each(world.spec), set()
         for seed in range(20):
             stream = Generator().manual_seed(seed)
@@ -152,7 +152,7 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         assert words in text.replace("\n", ""), words
 
 
-def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
+def test_who_was_evaluated_before_an_interruption_is_not_evaluated_again(ending):
     settings = config(ending.path.parent, "whole")
     settings = replace(
         settings, evaluation=EvalConfig(controllers=("never", "early", "static"))
@@ -166,7 +166,7 @@ def test_who_was_judged_before_an_interruption_is_not_judged_again(ending):
     assert jobs_left(settings, best, everybody) == []
     left = everybody - {("digits", "static"), ("digits", "early")}
     jobs = jobs_left(settings, best, left)
-    # The plain network is measured by Tamiyo, who is judged again but not stored.
+    # The plain network is measured by Tamiyo, who is evaluated again but not stored.
     assert [(job.task.name, job.arm) for job in jobs] == [
         ("digits", "Tamiyo"),
         ("digits", "early"),
@@ -198,7 +198,7 @@ def test_the_manifest_says_how_it_was_trained_and_nothing_of_where(ending, tmp_p
     text = (tmp_path / MANIFEST).read_text()
     body = json.loads(text)
     training = body["training"]
-    known = load_controller(ending.path).actions["blueprints"]
+    known = load_controller(ending.path).blueprints
     assert body["blueprints"] == [*known]
     assert body["choices"]["style"] == ["ADD"]
     assert (training["rounds"], training["env_steps"]) == (6, 6 * 4 * 4)
@@ -223,7 +223,7 @@ def test_an_exported_controller_is_found_by_its_folder(ending, tmp_path, monkeyp
         assert found.config == learned.config
         for name, weight in learned.weights.items():
             assert torch.equal(found.weights[name], weight)
-        assert {*found.actions["blueprints"]} == {*learned.actions["blueprints"]}
+        assert {*found.blueprints} == {*learned.blueprints}
     manifest = tmp_path / "mine" / MANIFEST
     body = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**body, "training": {}}))

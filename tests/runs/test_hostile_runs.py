@@ -259,7 +259,7 @@ def test_a_training_that_does_not_fit_into_memory_is_refused(
     assert os.listdir(tmp_path) == []
 
 
-def test_sizes_of_a_policy_are_judged_before_it_is_made(run):
+def test_sizes_of_a_policy_are_evaluated_before_it_is_made(run):
     config = run / "config.toml"
     text = config.read_text()
     assert "width = 8" in text

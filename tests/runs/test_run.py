@@ -147,7 +147,7 @@ def test_only_runs_are_opened_and_only_their_holder_finishes_them(tmp_path):
         Run.open(tmp_path / "other")
     assert os.listdir(tmp_path / "other") == []
     run = create(tmp_path)
-    with pytest.raises(InvalidStateError, match="one is only read here"):
+    with pytest.raises(InvalidStateError, match="one is open for reading only"):
         Run.read(run.path).finish({})
     run.close()
     with pytest.raises(InvalidStateError):
@@ -253,16 +253,13 @@ def test_runs_are_listed_with_what_is_known_of_them(tmp_path):
             lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"),
             "must be text in UTF-8",
         ),
-        (
-            lambda path: os.truncate(path / "config.toml", 1 << 34),
-            "has more than",
-        ),
+        (lambda path: os.truncate(path / "config.toml", 1 << 34), "has more than"),
         (lambda path: (path / "versions.json").write_text('{"esper"'), "is damaged"),
         (lambda path: (path / "versions.json").unlink(), "does not exist"),
         (lambda path: (path / "finished.json").write_text("[1]"), "is damaged"),
     ],
 )
-def test_a_damaged_run_is_listed_as_such_beside_the_others(tmp_path, damage, trouble):
+def test_a_damaged_run_is_listed_as_such_with_the_others(tmp_path, damage, trouble):
     for name in ("bad", "good"):
         create(tmp_path, name, disk=CountingDisk()).close()
     damage(tmp_path / "bad")

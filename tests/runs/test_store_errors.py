@@ -16,15 +16,7 @@ from esper.contracts.stages import Stage
 from esper.runs import store as store_module
 from esper.runs.database import open_store
 from esper.runs.store import Store
-from tests.runs.stores import (
-    ENVS,
-    add_event,
-    add_steps,
-    ask,
-    read,
-    record,
-    seqs,
-)
+from tests.runs.stores import ENVS, add_event, add_steps, ask, read, record, seqs
 
 
 @pytest.fixture
@@ -35,12 +27,12 @@ def path(tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("esper.runs.database.TIMEOUT", 0.01)
-    monkeypatch.setattr("esper.runs.database.PATIENCE", 0.01)
+    monkeypatch.setattr("esper.runs.database.LOCK_PATIENCE", 0.01)
 
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(store_module, "BATCH", 2 * ENVS)
+    monkeypatch.setattr(store_module, "FLUSH_ROWS", 2 * ENVS)
 
 
 def test_a_thousand_rows_do_not_wait_for_a_flush(path, small_batches):

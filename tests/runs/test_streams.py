@@ -2,7 +2,8 @@
 
 import torch
 
-from esper.runs.streams import stream, stream_seed
+from esper.runs.records import TEST, VALIDATION
+from esper.runs.streams import STAGE_KEYS, stream, stream_seed
 
 
 def draws(rng_seed, purpose):
@@ -25,3 +26,7 @@ def test_other_purposes_and_other_runs_give_other_streams():
 
 def test_large_run_numbers_are_not_cut_to_their_low_bits():
     assert not torch.equal(draws(0, "world"), draws(2**32, "world"))
+
+
+def test_the_stages_keep_the_keys_of_published_results():
+    assert (STAGE_KEYS[VALIDATION], STAGE_KEYS[TEST]) == ("watched", "judged")

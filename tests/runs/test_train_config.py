@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
-from esper.runs.settings import (
-    as_flat,
-    as_toml,
-    known_settings,
-    parse_toml,
-    toml_value,
-)
+from esper.runs.settings import as_flat, as_toml, known_settings, parse_toml, toml_value
 from esper.runs.train_config import (
     PRESETS,
     Budget,

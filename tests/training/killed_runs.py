@@ -292,7 +292,7 @@ def audit(path, lives, whole):
         )[0]
         (sound,) = ask("PRAGMA integrity_check")[0]
         resumed = dict(ask("SELECT attempt, ifnull(resumed_after, 0) FROM attempts"))
-        notes = ask("SELECT kind, text FROM live_notes WHERE kind <> 'judged'")
+        notes = ask("SELECT kind, text FROM live_notes WHERE kind <> 'test'")
     troubles = [] if sound == "ok" else [f"the store: {sound}"]
     troubles += [f"note {kind}: {text}" for kind, text in notes]
     troubles += [f"left over: {left}" for left in unfinished(path / "checkpoints")]

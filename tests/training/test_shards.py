@@ -13,7 +13,8 @@ from esper.contracts.state import leaves, load, save
 from esper.training.loop import Callback, Trainer
 from esper.training.shards import require_played
 from esper.training.worlds import mixture_for, steps_of
-from esper.workers.jobs import Processes, Workers, workers
+from esper.workers.jobs import Workers, workers
+from esper.workers.processes import Processes
 from tests.training.test_train import assert_equal
 from tests.training.test_worlds import family
 from tests.training.training_script import config
@@ -87,8 +88,8 @@ class Harmed(Processes):
         super().__init__(2, deadline)
         self._number, self.jobs = number, 0
 
-    def _give(self, function, shared, job):
-        future, more = super()._give(function, shared, job)
+    def _submit(self, function, shared, job):
+        future, more = super()._submit(function, shared, job)
         self.jobs += 1
         if self.jobs == 3:
             os.kill(self._busy[future].process.pid, self._number)

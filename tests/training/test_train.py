@@ -240,10 +240,10 @@ def test_the_policy_is_evaluated_and_the_best_checkpoint_is_kept(finished):
     path, log = finished
     assert [number for number, _ in log.evaluations] == [0, 3, 6]
     found = read(path, "live_evaluations")
-    assert {row["round"] for row in found if row["stage"] == "watched"} == {0, 3, 6}
+    assert {row["round"] for row in found if row["stage"] == "validation"} == {0, 3, 6}
     best = max(log.evaluations, key=lambda pair: pair[1])[0]
     assert checkpoints(path).best().manifest.step == best
-    judged = [row for row in found if row["stage"] == "judged"]
+    judged = [row for row in found if row["stage"] == "test"]
     assert {(row["controller"], row["task"], row["round"]) for row in judged} == {
         (arm, task, 6)
         for arm in ("Tamiyo", "never", "early", "static")

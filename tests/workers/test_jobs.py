@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from esper.contracts.errors import InvalidInputError, WorkersError
-from esper.workers.jobs import Processes, Workers, packed, unpacked, workers
+from esper.workers.jobs import Workers, packed, unpacked, workers
+from esper.workers.processes import Processes
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""All arms on the same hosts of some tasks: `esper evaluate`.
+"""Evaluate arms on the same hosts of some tasks: `esper evaluate`.
 
-An evaluation is a run: a folder with its configuration and a store whose rows are
-durable as soon as an arm is judged. Tables and sentences are made of those rows. If
-interrupted, it stays readable and unfinished.
+An evaluation is a run: a folder with its configuration and a store. The rows of an arm
+are durable as soon as it is evaluated. An interrupted evaluation stays readable.
 """
 
 import json
@@ -20,16 +19,9 @@ from esper.contracts.messages import refusal, unknown
 from esper.environment.settings import WorldSettings
 from esper.evaluation.summary import print_summary, summary_of
 from esper.runs.progress import Progress, print_line
-from esper.runs.records import LADDER, SIZES, STATIC, reference_of
+from esper.runs.records import LADDER, SIZES, STATIC, TEST, reference_of
 from esper.runs.run import STORE, Run, validate_name, versions_now
-from esper.runs.settings import (
-    Count,
-    RngSeed,
-    Text,
-    as_toml,
-    one_of,
-    settings,
-)
+from esper.runs.settings import Count, RngSeed, Text, as_toml, one_of, settings
 from esper.runs.store import Store
 from esper.runs.train_config import check_limits
 from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
@@ -39,7 +31,7 @@ from esper.tasks.task import Task
 from esper.workers.jobs import Workers
 
 KIND: Final = "evaluation"
-"""What `versions.json` calls such a run."""
+"""The kind of these runs in `versions.json`."""
 
 TaskName = Annotated[str, one_of("task", lambda: TASKS)]
 
@@ -64,7 +56,7 @@ class EvaluateConfig:
     """How hosts grow."""
 
     def __post_init__(self) -> None:
-        """Refuse arms that do not exist, and worlds that are too large."""
+        """Refuse unknown arms and worlds that are too large."""
         if self.name is not None:
             validate_name(self.name)
         check_limits("world", self.world)
@@ -80,7 +72,7 @@ class EvaluateConfig:
 def run_evaluation(
     config: EvaluateConfig, *, as_json: bool = False, workers: Workers | None = None
 ) -> Path:
-    """Judge all arms, store and print the results; the folder of the run."""
+    """Evaluate all arms and print the results; returns the run's folder."""
     from esper.evaluation.evaluation import notes_on
 
     console = Console(stderr=as_json)
@@ -104,17 +96,12 @@ def evaluate(
     console: Console | None = None,
     workers: Workers | None = None,
 ) -> tuple[Path, Mapping[str, str]]:
-    """Judge all arms and store the results.
-
-    Args:
-        config: Which arms on which tasks.
-        console: Where progress is shown.
-        workers: Who judges; none: this process. Results are the same.
+    """Evaluate all arms and store the results.
 
     Returns:
-        The folder of the run, and why tasks were left out.
+        The folder of the run, and why tasks were skipped.
     """
-    # What trains hosts is loaded here, not by whoever only wants the settings.
+    # Slow imports, which the settings do not need.
     from esper.evaluation.evaluation import Job, notes_on, stored_results
 
     arms = _arms(config)
@@ -134,39 +121,39 @@ def evaluate(
         Progress([*tasks], console, unit="arm") as progress,
     ):
         store.begin_attempt(None, versions_now(toml))
-        for job, judged in results:
+        for job, result in results:
             task = job.task.name
             done[task] += 1
             text = (
-                f"{job.arm}: return {judged.returns.mean():.4f}, test score "
-                f"{100 * judged.test.mean():.1f} %"
+                f"{job.arm}: return {result.returns.mean():.4f}, test score "
+                f"{100 * result.test.mean():.1f} %"
             )
             progress.update(task, done[task], len(arms), text, workers.active_jobs)
         for name, reason in skipped.items():
             store.add_note(0, "skipped", f"{name}: {reason}")
         for arm, text in notes_on(arms, config.world).items():
-            store.add_note(0, "judged", f"{arm}: {text}")
+            store.add_note(0, TEST, f"{arm}: {text}")
         store.flush()
         run.finish({"arms": len(ahead), "hosts": config.hosts})
         return run.path, skipped
 
 
 def _is_run(controller: str, runs: str) -> bool:
-    """Whether a controller's name is that of a run or of its folder."""
+    """Whether a name may be that of a run or of its folder."""
     places = (controller, os.path.join(runs, controller))
     return "/" in controller or any(map(os.path.isdir, places))
 
 
 def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
-    """Tasks that can be judged, and why others cannot; refuses if they were named."""
-    from esper.evaluation.evaluation import judged_world
+    """Tasks that can be evaluated, and why others cannot; refuses named ones."""
+    from esper.evaluation.evaluation import evaluation_world
     from esper.evaluation.sizes import check_halving
 
     ready: dict[str, Task] = {}
     skipped: dict[str, str] = {}
     for task in [find_task(name) for name in config.tasks or TASKS]:
         try:
-            clock = judged_world(task, 1, config.rng_seed, config.world).clock
+            clock = evaluation_world(task, 1, config.rng_seed, config.world).clock
             if "halving" in config.controllers:
                 check_halving(clock)
             task.splits(config.rng_seed)
@@ -183,7 +170,7 @@ def _ready(config: EvaluateConfig) -> tuple[dict[str, Task], dict[str, str]]:
 
 
 def _arms(config: EvaluateConfig) -> dict[str, Maker | None]:
-    """Every arm by its name; learned ones with what makes them."""
+    """Every arm by name; trained ones with a maker of their controller."""
     from esper.runs.controllers import find_controller
     from esper.tamiyo.shipped import shipped
 

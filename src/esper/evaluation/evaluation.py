@@ -1,23 +1,15 @@
 """Controllers and static networks on hosts of a real task that no training saw.
 
-The number and the task decide data, first weights and order of batches, whoever
-controls: arms that are judged with the same number are paired, host by host. Some arms
-do not grow:
+The random seed and the task fix data, initial weights and batch order of every host.
+So all arms with the same seed are paired, host by host. Some arms do not grow:
 
-    static    the host with all hidden layers wider, from the start: as many parameters
-              as the reference ended with on average, or the most that are not more
-    longer    the host as it is, trained on until it has cost as many multiply-adds as
-              the reference; the learning rate's rise and fall are stretched along
-
-    static-x4   the host with all hidden layers four times as wide; so for 1, 2, 8, 16
-
+    static      all hidden layers wider: at most the reference's mean final size
+    longer      the plain host, trained for as many multiply-adds as the reference
+    static-x4   all hidden layers four times as wide; also 1, 2, 8 and 16
     best-size, envelope, halving   choices among those, see `sizes`
 
-All pay rent for what they have more than the host, at the task's own learning rate,
-tuned for none. The reference is the learned controller, or `early`.
-
-The cost of training a host, scoring of its decision rows included, is what the world
-counts, in multiply-adds.
+All pay rent for what they have beyond the host, and use the task's learning rate. The
+reference is the trained controller, or `early`. Costs are what the world counts.
 """
 
 from collections.abc import (
@@ -41,7 +33,6 @@ import torch
 from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS, ActionSpec
-from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import Controller, StepResult
 from esper.environment.clock import STOPS
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
@@ -58,7 +49,7 @@ from esper.runs.records import (
     reference_of,
 )
 from esper.runs.store import Store
-from esper.runs.streams import stream, stream_seed
+from esper.runs.streams import STAGE_KEYS, stream, stream_seed
 from esper.tamiyo.registry import CONTROLLERS, Maker, controller_for
 from esper.tamiyo.rollout import play
 from esper.tamiyo.rule_based import Never
@@ -70,8 +61,8 @@ from esper.workers.jobs import Workers
 if TYPE_CHECKING:
     from esper.environment.growing import GrowingWorld
 
-LONGEST: Final = 10_000
-"""Decisions of an episode, at most."""
+MAX_DECISIONS: Final = 10_000
+"""Limit of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +75,15 @@ class Job:
     rng_seed: int
     world: WorldSettings
     maker: Maker | None = None
-    """Of a learned controller."""
+    """Makes the controller of a trained arm."""
     stage: str = TEST
-    """Another stage stands for other hosts."""
+    """Each stage has hosts of its own."""
     reference: EvalResult | None = None
-    """What a static arm is measured by."""
+    """The result that sets size or compute of a static arm."""
 
     def about(self) -> str:
-        """What it is, for people."""
-        return f"judging {self.arm} on {self.task.name}"
+        """A description for people."""
+        return f"evaluating {self.arm} on {self.task.name}"
 
 
 def results_of(
@@ -100,17 +91,15 @@ def results_of(
 ) -> Generator[tuple[Job, EvalResult], None, None]:
     """The result of each job, in an order that does not depend on the workers.
 
-    Args:
-        jobs: Arms on tasks, with those that others are measured by or computed from.
-        workers: Who does them.
-        stop: Asked every now and then; if it says so, there are no more.
+    Static arms come last, since they need their reference. Ends early once `stop` is
+    True.
     """
     ready = [job for job in jobs if job.arm not in (*STATIC, *SIZES)]
     reference = reference_of(job.arm for job in jobs)
     found: dict[tuple[str, str], EvalResult] = {}
-    for job, judged in _done(ready, workers, stop):
-        found[job.task.name, job.arm] = judged
-        yield job, judged
+    for job, result in _done(ready, workers, stop):
+        found[job.task.name, job.arm] = result
+        yield job, result
         if job.arm in LADDER:
             yield from _choices(job.task.name, jobs, found)
     if stop():
@@ -127,16 +116,16 @@ def _done(
     jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool]
 ) -> Iterator[tuple[Job, EvalResult]]:
     results = workers.run(_run_job, jobs, None, about=Job.about, stop=stop)
-    return zip(jobs, results, strict=False)  # fewer if it is stopped
+    return zip(jobs, results, strict=False)  # fewer if stopped
 
 
 def _choices(
     task: str, jobs: Sequence[Job], found: Mapping[tuple[str, str], EvalResult]
 ) -> Iterator[tuple[Job, EvalResult]]:
-    """Choices among the sizes of a task, once all of them are judged."""
+    """Choices among the sizes of a task, once all sizes have results."""
     same = [job for job in jobs if job.task.name == task]
     ladder = [found.get((task, job.arm)) for job in same if job.arm in LADDER]
-    known = [judged for judged in ladder if judged is not None]
+    known = [result for result in ladder if result is not None]
     if len(known) == len(ladder):
         for job in same:
             if job.arm in SIZES:
@@ -152,58 +141,52 @@ def stored_results(
     stop: Callable[[], bool] = lambda: False,
     known: Collection[tuple[str, str]] = (),
 ) -> Generator[tuple[Job, EvalResult], None, None]:
-    """The same, with rows that are durable before a result is given.
+    """As `results_of`; each result is durable in the store before it is returned.
 
-    Args:
-        jobs: As for `results_of`, like `workers` and `stop`.
-        workers: See there.
-        store: Where rows go.
-        round: That they belong to.
-        stop: See there.
-        known: Task and arm of results that are stored already.
+    Results in `known`, by task and arm, are not stored again.
     """
     with closing(results_of(jobs, workers, stop)) as results:
-        for job, judged in results:
+        for job, result in results:
             task = job.task.name
             if (task, job.arm) not in known:
                 store.add_evaluation(
-                    judged, round=round, stage=TEST, controller=job.arm, task=task
+                    result, round=round, stage=TEST, controller=job.arm, task=task
                 )
                 store.flush()
-            yield job, judged
+            yield job, result
 
 
 def _run_job(shared: None, job: Job) -> EvalResult:
     compile_engine(job.task)
     hosts = (job.task, job.hosts, job.rng_seed)
     if job.arm in LADDER:
-        return judge_plain(
+        return evaluate_plain(
             times_as_wide(job.task.host, LADDER[job.arm]), *hosts, job.world
         )
     if job.reference is None:
-        return judge(job.maker or job.arm, *hosts, job.world)
-    return judge_static(job.arm, *hosts, job.reference, job.world)
+        return evaluate_controller(job.maker or job.arm, *hosts, job.world)
+    return evaluate_static(job.arm, *hosts, job.reference, job.world)
 
 
-def watch_job(maker: Maker, job: Job) -> EvalResult:
-    """Judge a learned controller on the hosts of a stage."""
+def run_validation_job(maker: Maker, job: Job) -> EvalResult:
+    """Evaluate a trained controller on the hosts of the job's stage."""
     hosts = (job.task, job.hosts, job.rng_seed)
-    return judge(maker, *hosts, job.world, stage=job.stage)
+    return evaluate_controller(maker, *hosts, job.world, stage=job.stage)
 
 
 _COMPILED: Final[set[str]] = set()
 
 
 def compile_engine(task: Task) -> None:
-    """Load what is compiled before anything is timed, once in a process."""
+    """Compile or load the engine before anything is timed, once in a process."""
     if task.host.kind not in _COMPILED:
-        world = judged_world(task, 1, 0)
+        world = evaluation_world(task, 1, 0)
         world.reset()
         world.step(torch.zeros(1, NUM_HEADS, dtype=torch.int64))
         _COMPILED.add(task.host.kind)
 
 
-def judged_world(
+def evaluation_world(
     task: Task,
     hosts: int,
     rng_seed: int,
@@ -211,17 +194,17 @@ def judged_world(
     *,
     stage: str = TEST,
 ) -> "GrowingWorld":
-    """The hosts of a task that a number and a stage stand for."""
-    # The engine is compiled; only what trains hosts waits for it.
+    """The hosts of a task for a random seed and a stage."""
+    # Slow to import, since the engine is compiled.
     from esper.environment.growing import GrowingWorld
 
-    number = stream_seed(rng_seed, f"{stage}, {task.name}")
-    # EvalResult hosts differ from each other, whatever the training groups.
+    number = stream_seed(rng_seed, f"{STAGE_KEYS[stage]}, {task.name}")
+    # Hosts of an evaluation differ, also if training groups equal ones.
     settings = replace(settings or WorldSettings(), group_size=1)
     return GrowingWorld(task, hosts, number, settings=settings)
 
 
-def judge(
+def evaluate_controller(
     controller: Controller | Maker | str,
     task: Task,
     hosts: int,
@@ -230,33 +213,25 @@ def judge(
     *,
     stage: str = TEST,
 ) -> EvalResult:
-    """One episode of a controller on every host.
+    """The result of one episode of a controller on every host.
 
-    Args:
-        controller: A controller, a factory of one, or the name of one.
-        task: What the hosts learn.
-        hosts: How many.
-        rng_seed: Decides which hosts.
-        settings: How they grow; None: the defaults.
-        stage: Another stage stands for other hosts.
+    `controller` may also be a factory or a name. Each stage has hosts of its own.
     """
     settings = settings or WorldSettings()
     raw = replace(settings, relative=False)
-    world = judged_world(task, hosts, rng_seed, raw, stage=stage)
-    judged = play_and_judge(world, controller_for(controller, world.spec), rng_seed)
-    return relative(judged, task, hosts, rng_seed, settings, stage=stage)
+    world = evaluation_world(task, hosts, rng_seed, raw, stage=stage)
+    result = evaluate_episode(world, controller_for(controller, world.spec), rng_seed)
+    return _relative(result, task, rng_seed, settings, stage)
 
 
 def notes_on(arms: Iterable[str], settings: WorldSettings) -> dict[str, str]:
-    """What should be known of some arms, by their names, where the end is unknown."""
+    """Warnings about arms, by name, if the end of an episode is unknown."""
     if settings.stop != "anytime":
         return {}
-    spec, text = (
-        ActionSpec(),
-        (
-            "its times are fractions of the horizon, which is unknown if world.stop is "
-            "anytime. Only its actions at the start are carried out."
-        ),
+    spec = ActionSpec()
+    text = (
+        "its times are fractions of the horizon, which is unknown if world.stop is "
+        "anytime. Only its actions at the start are carried out."
     )
     made = {arm: CONTROLLERS[arm](spec) for arm in arms if arm in CONTROLLERS}
     return {
@@ -266,7 +241,7 @@ def notes_on(arms: Iterable[str], settings: WorldSettings) -> dict[str, str]:
     }
 
 
-def judge_static(
+def evaluate_static(
     name: str,
     task: Task,
     hosts: int,
@@ -274,21 +249,16 @@ def judge_static(
     reference: EvalResult,
     settings: WorldSettings | None = None,
 ) -> EvalResult:
-    """One of the `STATIC` arms on the hosts that the reference was judged on."""
-    if name not in STATIC:
-        raise InvalidInputError(
-            f"no static arm {name!r}; there are {', '.join(STATIC)}."
-        )
+    """The result of a `STATIC` arm on the hosts of the reference."""
     where = (task, hosts, rng_seed, settings)
     if name == "static":
         size = task.host.parameters * (1.0 + float(reference.added.mean()))
-        return judge_plain(widened(task.host, size), *where)
+        return evaluate_plain(widened(task.host, size), *where)
     spend = float(reference.training_macs.mean())
-    least = (settings or WorldSettings()).horizon or task.horizon
-    return judge_plain(task.host, *where, spend=spend, least=least)
+    return evaluate_plain(task.host, *where, spend=spend)
 
 
-def judge_plain(
+def evaluate_plain(
     host: Host,
     task: Task,
     hosts: int,
@@ -296,71 +266,57 @@ def judge_plain(
     settings: WorldSettings | None = None,
     *,
     spend: float | None = None,
-    least: int = 1,
-    stage: str = TEST,
 ) -> EvalResult:
-    """A network that does not grow, on the data of the hosts that a number stands for.
+    """The result of a network that does not grow, on the data of the test hosts.
 
-    Args:
-        host: Trained in place of the task's own, which rent is relative to.
-        task: What is learnt.
-        hosts: How many.
-        rng_seed: Decides which hosts.
-        settings: How others grow; None: the defaults.
-        spend: Multiply-adds to train for; None: as many decisions as others have.
-        least: Decisions to train for, at least, however little there is to spend.
-        stage: As for `judge`.
+    `host` replaces the task's own, which rent stays relative to. It trains for the
+    usual number of decisions, or longer until it has cost `spend` multiply-adds.
     """
     settings = settings or WorldSettings()
     own = settings.applied_to(task)
     horizon = own.horizon
     if spend is not None and settings.clock == "batches":
-        horizon = _decisions_for(spend, host, own, settings, rng_seed)
-        horizon = min(max(horizon, least), LONGEST)
-    # Nobody looks at a plain network: by that clock it would train less for it.
+        wanted = _decisions_for(spend, host, own, settings, rng_seed)
+        horizon = min(max(wanted, own.horizon), MAX_DECISIONS)
+    # A plain network needs no measurements, which would shorten its training.
     charged = settings.charge_eval and settings.clock != "compute"
     terms = replace(settings, horizon=horizon, relative=False, charge_eval=charged)
     trained = replace(task, host=host, unit_host=task.unit)
-    # All arms begin with the worth of the same plain host, whatever they are.
+    # The return of every arm starts from the worth of the plain host.
     plain, wide = (
-        judged_world(each, hosts, rng_seed, terms, stage=stage).reset().host
+        evaluation_world(each, hosts, rng_seed, terms).reset().host
         for each in (task, trained)
     )
     ahead = wide.score - wide.rent * wide.added - plain.score
-    world = judged_world(trained, hosts, rng_seed, terms, stage=stage)
-    judged = play_and_judge(world, Never(), rng_seed)
-    judged = replace(judged, returns=judged.returns + ahead.double().numpy())
-    return relative(judged, task, hosts, rng_seed, settings, stage=stage)
+    world = evaluation_world(trained, hosts, rng_seed, terms)
+    result = evaluate_episode(world, Never(), rng_seed)
+    result = replace(result, returns=result.returns + ahead.double().numpy())
+    return _relative(result, task, rng_seed, settings, TEST)
 
 
-def relative(
-    judged: EvalResult,
-    task: Task,
-    hosts: int,
-    rng_seed: int,
-    settings: WorldSettings,
-    *,
-    stage: str,
+def _relative(
+    result: EvalResult, task: Task, rng_seed: int, settings: WorldSettings, stage: str
 ) -> EvalResult:
-    """Results against the same hosts that never grow, if rewards are relative."""
+    """The result relative to the same hosts that never grow, if the world is."""
     if not settings.relative:
-        return judged
-    world = judged_world(task, hosts, rng_seed, settings, stage=stage)
+        return result
+    hosts = len(result.returns)
+    world = evaluation_world(task, hosts, rng_seed, settings, stage=stage)
     world.reset()
     unit, never = (
         figure.double().cpu().numpy() for figure in (world.unit, world.never[:, -1])
     )
-    stops = judged.stops
+    stops = result.stops
     if stops is not None:
         first, worth = (stops.first + never) / unit, stops.worth / unit
         stops = replace(stops, first=first, worth=worth)
-    return replace(judged, returns=(judged.returns - never) / unit, stops=stops)
+    return replace(result, returns=(result.returns - never) / unit, stops=stops)
 
 
 def _decisions_for(
     spend: float, host: Host, task: Task, settings: WorldSettings, rng_seed: int
 ) -> int:
-    """Decisions of a plain network that cost so many multiply-adds, to the nearest."""
+    """The number of decisions of a plain network for so many multiply-adds."""
     available = len(task.splits(rng_seed).val)
     trained = task.decision_every * task.batch * step_macs(host.macs)
     between, at_stop = (
@@ -372,10 +328,7 @@ def _decisions_for(
 
 
 def widened(host: Host, parameters: int | float) -> Host:
-    """The host with hidden layers as wide as so many parameters allow, in proportion.
-
-    It is never narrower than it was.
-    """
+    """The host with the widest hidden layers, in proportion, for so many parameters."""
     best, narrowest = host, min(_hidden(host))
     for more in count(1):
         wider = times_as_wide(host, Fraction(narrowest + more, narrowest))
@@ -386,7 +339,7 @@ def widened(host: Host, parameters: int | float) -> Host:
 
 
 def times_as_wide(host: Host, times: int | Fraction) -> Host:
-    """The host with so many times as many units in every hidden layer."""
+    """The host with hidden layers `times` as wide."""
     wide = tuple(int(n * times) for n in _hidden(host))
     if isinstance(host, CnnHost):
         return replace(host, channels=wide)
@@ -397,10 +350,10 @@ def _hidden(host: Host) -> tuple[int, ...]:
     return host.widths[1:-1] if isinstance(host, MlpHost) else host.channels
 
 
-def play_and_judge(
+def evaluate_episode(
     world: "GrowingWorld", controller: Controller, rng_seed: int
 ) -> EvalResult:
-    """Results of one episode of a controller in every environment."""
+    """The result of one episode of a controller in every environment."""
     hosts = world.num_envs
     final = {
         name: torch.zeros(hosts, dtype=torch.float64)
@@ -412,11 +365,11 @@ def play_and_judge(
 
     def add(actions: Tensor, result: StepResult) -> None:
         nonlocal running
-        # Where an episode has ended, the next observation is of another one.
+        # After the end of an episode, the observation is of the next one.
         score = result.observation.host.score.double()
         if (report := result.report) is not None:
             score[report.env] = torch.where(report.panicked, 0.0, report.score.double())
-            # A host that ended before does so again if its next episode panics.
+            # A later episode of a host may end too, if it panics.
             first = running[report.env]
             for name, values in final.items():
                 values[report.env[first]] = getattr(report, name)[first].double()
@@ -438,11 +391,7 @@ def play_and_judge(
 
 
 class _AtStops:
-    """Collects what every host has at every stop; one that has ended stays as it was.
-
-    Args:
-        world: Where the hosts live.
-    """
+    """Collects the figures of every host at every stop; ended hosts keep theirs."""
 
     def __init__(self, world: "GrowingWorld") -> None:
         self._world, self._decisions = world, 0
@@ -451,7 +400,7 @@ class _AtStops:
         self._found: list[Floats] = []
 
     def add(self, score: Tensor, running: Tensor) -> None:
-        """One decision later, with the scores on decision rows."""
+        """Add one decision, with the scores on the validation split."""
         world = self._world
         spent = world.last_compute * world.batch_macs()
         new = (world.last_phi, score, world.last_test, spent)
@@ -462,7 +411,7 @@ class _AtStops:
             self._found.append(self._now)
 
     def figures(self, returns: Floats) -> StopFigures:
-        """All of them, given the returns of the hosts."""
+        """All figures, given the returns of the hosts."""
         at = self._weights > 0
         weights = self._weights[at]
         # If no host is left, the last stops are never reached.

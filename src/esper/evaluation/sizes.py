@@ -1,14 +1,13 @@
-"""Controls that choose a size of a network, computed from networks of every size.
+"""Baselines that choose a network size, computed from networks of every size.
 
-    best-size   the one size that is best for a task, in hindsight
+    best-size   the size with the best return on a task, in hindsight
     envelope    at every stop the size that is best there, in hindsight
-    halving     successive halving over the sizes, for as much compute in all as each
-                of the others has (https://arxiv.org/abs/1502.07943)
+    halving     successive halving over the sizes, within the compute of one arm
+                (https://arxiv.org/abs/1502.07943)
 
-Halving trains all sizes up to one stop, those that do best on decision rows up to
-another, and the best of them on (`HALVING`), on the way in equal parts. What it has
-between two stops is interpolated along the log of compute. Arrays of worth, score less
-rent, are `[size, stop, host]`, smallest size first.
+Halving trains all sizes up to one stop, the best on the validation split up to another,
+and the best of these on (`HALVING`). Its worth between two stops is interpolated along
+the log of compute. Arrays of worth (score less rent) are `[size, stop, host]`.
 """
 
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ from esper.environment.clock import STOPS, Clock
 from esper.runs.records import EvalResult, Floats
 
 HALVING: Final = ((5, 2), (2, 4), (1, 5))
-"""Of successive halving: how many sizes are left, and up to which stop from the first.
-With stops a factor of two apart, five sizes cost 15/16 of the compute of the last."""
+"""Number of sizes left, and the stop they train to. With stops a factor of two apart,
+five sizes cost 15/16 of the compute of the last stop."""
 LAST: Final = HALVING[-1][1]
-"""The stop at which it ends."""
+"""The stop at which halving ends."""
 
 
 def check_halving(clock: Clock) -> None:
-    """Refuse an episode within whose compute the sizes cannot be trained."""
+    """Refuse an episode whose compute is too small to train the sizes."""
     stops = int((clock.weights() > 0).sum())
     if clock.kind != "compute" or clock.stop != "anytime" or stops < STOPS:
         raise InvalidInputError(
@@ -51,7 +50,7 @@ def best_sizes(worth: Floats) -> NDArray[np.int64]:
 
 
 def survivors(shown: Floats, host: int) -> list[list[int]]:
-    """Sizes in every round of halving, those that do best on decision rows first."""
+    """Sizes in every round of halving, best on the validation split first."""
     left, stop, rounds = [*range(len(shown))], 0, []
     for keep, until in HALVING:
         left = sorted(left, key=lambda size: -shown[size, stop, host])[:keep]
@@ -61,24 +60,19 @@ def survivors(shown: Floats, host: int) -> list[list[int]]:
 
 
 def halved(figure: Floats, shown: Floats) -> Floats:
-    """A figure of the size that halving ends with, where it ends, of every host."""
+    """A figure of every host where halving ends, of the size it ends with."""
     stop = min(LAST, shown.shape[1] - 1)
     hosts = range(shown.shape[2])
     return np.array([figure[survivors(shown, h)[-1][0], stop, h] for h in hosts])
 
 
 def size_control(name: str, ladder: Sequence[EvalResult]) -> EvalResult:
-    """One of the `SIZES` controls of a task.
-
-    Args:
-        name: Of the control.
-        ladder: Results of static networks, with what they had at the stops.
-    """
+    """The result of one of the `SIZES` baselines, from results with their stops."""
     stops = [arm.stops for arm in ladder if arm.stops is not None]
     if name == "best-size":
         return max(ladder, key=lambda arm: float(arm.returns.mean()))
     worth = np.stack([each.worth for each in stops])
-    # A return is the weighted worth less that of the plain host, the same for all.
+    # A return is the weighted worth less the plain host's, which all arms share.
     weights = stops[0].weights
     start = weights @ worth[0] - ladder[0].returns
     unmeasured = np.full(len(start), np.nan)
@@ -120,13 +114,7 @@ def size_control(name: str, ladder: Sequence[EvalResult]) -> EvalResult:
 
 
 def _course(worth: Floats, first: Floats, times: Floats) -> Floats:
-    """The best that halving has at every stop, if the compute of all sizes counts.
-
-    Args:
-        worth: On decision rows, `[size, stop]`.
-        first: The same before training, `[size]`.
-        times: Compute at the stops.
-    """
+    """The best worth at every stop, if the compute of all sizes counts."""
     rounds = survivors(worth[..., None], 0)
     clock = np.log2(1 + np.array([0.0, *times]))
     course = []
@@ -144,7 +132,7 @@ def _course(worth: Floats, first: Floats, times: Floats) -> Floats:
 
 
 def _cost(spent: Floats, rounds: Sequence[Sequence[int]]) -> float:
-    """Multiply-adds of all sizes up to where each ended, of `[size, stop]`."""
+    """Multiply-adds of all sizes up to where each ended, from `[size, stop]`."""
     each = np.zeros(len(spent))
     for left, (_, until) in zip(rounds, HALVING, strict=True):
         each[[*left]] = spent[[*left], until]

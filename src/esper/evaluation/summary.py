@@ -1,12 +1,11 @@
-"""Tables and sentences of judged hosts, from the rows of a run's event store.
+"""Tables and sentences about test hosts, from the rows of a run's event store.
 
     summary = summarise(rows(open_store(run / "events.sqlite"), "live_evaluations"))
 
 Figures are interquartile means over hosts with 95 % intervals. Arms are compared host
-by host: all with the baseline `never`, and every learned arm with every other arm. An
-arm is called above or below another if the 95 % interval of the difference leaves out
-0; nothing else decides the words. p-values are printed beside it, corrected over all
-comparisons of a table (one task, or all) and a figure (return, test score).
+by host: all with the baseline `never`, and every trained arm with every other arm. An
+arm is above or below another if the 95 % interval of the difference excludes 0.
+p-values are corrected over all comparisons of one table and one figure.
 """
 
 import json
@@ -35,6 +34,7 @@ from esper.runs.database import open_store, rows
 from esper.runs.progress import print_line, sparkline
 from esper.runs.records import (
     STATIC,
+    TEST,
     VALIDATION,
     Floats,
     is_learned,
@@ -45,11 +45,11 @@ from esper.runs.run import STORE
 BASELINE: Final = "never"
 RESAMPLES: Final = 4_000
 FEW_HOSTS: Final = 10
-"""Hosts below which intervals are narrower than they should be."""
+"""Number of hosts below which intervals are too narrow."""
 FEW_ROUNDS: Final = 8
 """Rounds in a fifth of a run below which an interval over them is too narrow."""
 WIDTH: Final = 150
-"""Columns of a table that is not printed to a terminal."""
+"""Columns of a table outside of a terminal."""
 LEGEND: Final = (
     "Interquartile means over hosts [95 % interval]; mean: over all hosts; p: paired "
     "Wilcoxon, Holm-corrected per column; P: fraction of hosts with a higher return "
@@ -69,21 +69,21 @@ class ArmSummary:
     returns: Interval
     """See `EvalResult.returns`."""
     mean: Interval
-    """The plain mean of the returns, which disasters on a few hosts enter."""
+    """Plain mean of the returns, which includes outliers."""
     test: Interval
-    """Accuracy on test rows."""
+    """Accuracy on the test split."""
     area: Interval
-    """Mean accuracy on decision rows over the episode."""
+    """Mean accuracy on the validation split over the episode."""
     parameters: float
-    """Of the final network, as a multiple of the host's; mean."""
+    """Mean size of the final network, as a multiple of the host's."""
     macs: float
-    """Multiply-adds per row of the final network, the same way."""
+    """Mean multiply-adds per row of the final network, as a multiple of the host's."""
     training_macs: float
-    """Multiply-adds of the training, measurements included; mean."""
+    """Mean multiply-adds of the training, measurements included."""
     seconds: float
-    """Of the training; mean."""
+    """Mean time of the training."""
     panics: int
-    """Hosts whose numbers were no longer finite."""
+    """Number of hosts with values that were not finite."""
 
     @property
     def learned(self) -> bool:
@@ -93,7 +93,7 @@ class ArmSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairwiseComparison:
-    """An arm less another one."""
+    """The difference of two arms."""
 
     name: str
     other: str
@@ -106,61 +106,56 @@ class TaskSummary:
     """One table: all arms on one task, or on all tasks together."""
 
     task: str
-    """Its name; of all tasks, their names in one line."""
+    """Name of the task, or names of all tasks in one line."""
     tasks: int
     hosts: int
-    """Of each task."""
+    """Hosts per task."""
     arms: tuple[ArmSummary, ...]
     """Lowest return first."""
     pairwise: tuple[PairwiseComparison, ...]
-    """Every arm less `never`, and every learned one less every other."""
+    """Every arm against `never`, and every trained one against every other."""
 
     def above_never(self, name: str) -> PairwiseComparison | None:
-        """An arm less `never`, if there is such a comparison."""
+        """The comparison of an arm with `never`, if there is one."""
         pairs = (pair for pair in self.pairwise if pair.other == BASELINE)
         return next((pair for pair in pairs if pair.name == name), None)
 
     @property
     def where(self) -> str:
-        """Its hosts, in a sentence."""
+        """The hosts, as part of a sentence."""
         each = "each of " * (self.tasks > 1)
         return f"{self.hosts} unseen hosts of {each}{self.task}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All tables of the last judgement."""
+    """All tables of the last evaluation."""
 
     tasks: tuple[TaskSummary, ...]
     aggregate: TaskSummary | None
-    """Over all tasks; None if there is one, or if they do not have the same arms."""
+    """Over all tasks; None if there is only one, or if their arms differ."""
     conclusions: tuple[str, ...]
-    """What is shown, what is not, and the limits; one paragraph each."""
+    """Findings and limits, one paragraph each."""
 
     @property
     def overall(self) -> tuple[TaskSummary, ...]:
-        """The table of all tasks, or of each if they cannot be added up."""
+        """The table of all tasks, or one per task if they cannot be combined."""
         return self.tasks if self.aggregate is None else (self.aggregate,)
 
     def as_data(self) -> dict[str, Any]:
-        """The same in types that JSON has; a figure that is not finite is None."""
+        """The summary as JSON values; figures that are not finite are None."""
         text = json.dumps(asdict(self))
         data: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
         return data
 
 
 def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
-    """Tables and conclusions of the last judgement.
-
-    Args:
-        rows: Of the table `evaluations`; those made during training do not count.
-        resamples: How often hosts are drawn.
-    """
-    judged = [row for row in rows if row["stage"] == "judged"]
-    last = max((row["round"] for row in judged), default=0)
+    """Tables and conclusions of the last evaluation on test hosts."""
+    found = [row for row in rows if row["stage"] == TEST]
+    last = max((row["round"] for row in found), default=0)
     by_arm: dict[str, dict[str, list[Row]]] = {}
-    # Processes write their rows in any order.
-    for row in sorted(judged, key=lambda r: (r["task"], r["controller"], r["host"])):
+    # Workers finish in any order.
+    for row in sorted(found, key=lambda r: (r["task"], r["controller"], r["host"])):
         if row["round"] == last:
             arms = by_arm.setdefault(row["task"], {})
             arms.setdefault(row["controller"], []).append(row)
@@ -170,24 +165,21 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
     if len(tasks) > 1 and all(shape == shapes[0] for shape in shapes):
         aggregate = _table(", ".join(by_arm), by_arm, resamples)
     tables = [*tasks, *filter(None, [aggregate])]
-    found = [lines for table in tables for lines in _findings(table, LABELS)]
-    conclusions = [line for lines in found for line in lines]
+    conclusions = [
+        line for table in tables for part in _findings(table, LABELS) for line in part
+    ]
     conclusions += _limits(tables)
     return Summary(tasks=tasks, aggregate=aggregate, conclusions=tuple(conclusions))
 
 
 def headline(summary: Summary) -> list[str]:
-    """The outcome by return: of each learned arm, or without one of all arms."""
+    """The outcome by return: of each trained arm, or of all arms without one."""
     found = [_findings(table, ["returns"]) for table in summary.overall]
     return [line for baseline, learned in found for line in learned or baseline]
 
 
 def return_trend(returns: Sequence[float]) -> str:
-    """Whether the return rose in training: the last fifth of rounds less the first.
-
-    Args:
-        returns: Mean return of every round, NaN where no episode ended.
-    """
+    """Whether the return rose: the last fifth of rounds against the first."""
     known = np.asarray(returns, dtype=np.float64)
     known = known[np.isfinite(known)]
     fifth = len(known) // 5
@@ -202,20 +194,19 @@ def return_trend(returns: Sequence[float]) -> str:
         lambda early, late: (late @ last - early @ first) / fifth,
         student=True,
     )
-    clear = rise.low > 0 or rise.high < 0
-    change = (
-        "did not change clearly" if not clear else "rose" if rise.low > 0 else "fell"
-    )
+    change = "did not change clearly"
+    if rise.low > 0 or rise.high < 0:
+        change = "rose" if rise.low > 0 else "fell"
     return (
         f"The return {change}: {first.mean():.4f} in the first {fifth} rounds, "
         f"{last.mean():.4f} in the last {fifth}, by {rise:+.4f} (95 % over rounds)."
     )
 
 
-def watched_returns(
+def validation_returns(
     evaluations: Iterable[Row],
 ) -> dict[int, dict[tuple[str, int], float]]:
-    """Returns on the watched hosts: by round, and there by task and host."""
+    """Returns on the validation hosts: by round, then by task and host."""
     found: dict[int, dict[tuple[str, int], float]] = {}
     for row in evaluations:
         if row["stage"] == VALIDATION and row["return"] is not None:
@@ -224,12 +215,12 @@ def watched_returns(
     return found
 
 
-def watched_trend(evaluations: Iterable[Row]) -> str | None:
-    """What training changed on the hosts that watch it: the last round less the start.
+def validation_trend(evaluations: Iterable[Row]) -> str | None:
+    """The change on the validation hosts from the first round to the last.
 
-    The last round, not the best one, which these very hosts chose.
+    The best round would be biased, since these hosts selected it.
     """
-    found = watched_returns(evaluations)
+    found = validation_returns(evaluations)
     if len(found) < 2:
         return None
     start, end = min(found), max(found)
@@ -238,24 +229,20 @@ def watched_trend(evaluations: Iterable[Row]) -> str | None:
         change = found[end][task, host] - found[start][task, host]
         by_task.setdefault(task, []).append(change)
     total = mean_interval([np.sort(own) for own in by_task.values()])
+    means = [np.mean([*found[round].values()]) for round in (start, end)]
     by = f"{total.estimate:+.3f}"
     if not np.isnan(total.low):  # one host has no interval
         by = f"{total:+.3f} (95 % over hosts)"
     return (
-        f"On the validation hosts: {_mean_of(found[start]):+.3f} at round {start}, "
-        f"{_mean_of(found[end]):+.3f} at round {end}, by {by}."
+        f"On the validation hosts: {means[0]:+.3f} at round {start}, "
+        f"{means[1]:+.3f} at round {end}, by {by}."
     )
-
-
-def _mean_of(returns: Mapping[tuple[str, int], float]) -> float:
-    """Mean over hosts."""
-    return float(np.mean([*returns.values()]))
 
 
 def _table(
     title: str, by_arm: Mapping[str, Mapping[str, Sequence[Row]]], resamples: int
 ) -> TaskSummary:
-    """One table of some tasks, which have the same arms."""
+    """One table of tasks that have the same arms."""
     names = [*next(iter(by_arm.values()))]
     scores = {
         figure: {
@@ -270,7 +257,7 @@ def _table(
     shapes = {name: values.shape for name, values in scores["return"].items()}
 
     def compared(figure: str, pairs: Iterable[tuple[str, str]]) -> Comparisons:
-        """One family of comparisons, of pairs that have the same hosts."""
+        """Compare pairs that have the same hosts, as one family."""
         arms = scores[figure]
         wanted = dict[tuple[str, str], tuple[Floats, Floats]]()
         for name, other in pairs:
@@ -278,11 +265,11 @@ def _table(
             if name != other and fits and (other, name) not in wanted:
                 wanted[name, other] = (arms[name], arms[other])
         found = compare_pairs(wanted, resamples=resamples)
-        # Two learned arms are one comparison, which both of them show.
+        # Two trained arms are one comparison, shown for both.
         both = {(b, a): row.reversed for (a, b), row in found.items() if is_learned(b)}
         return {**found, **both}
 
-    # A comparison with the baseline belongs to the family of the baseline only.
+    # Comparisons with the baseline are a family of their own.
     others = [name for name in names if name != BASELINE]
     own = [(name, other) for name in filter(is_learned, names) for other in others]
     returns, test = (
@@ -333,7 +320,7 @@ def _mean(rows: Sequence[Row], figure: str) -> float:
 def _findings(
     table: TaskSummary, figures: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """How arms compare with the baseline, and how each learned arm with all others."""
+    """How arms compare with the baseline, and each trained arm with all others."""
     baseline, learned = [], []
     if known := [pair for pair in table.pairwise if pair.other == BASELINE]:
         for figure in figures:
@@ -352,7 +339,7 @@ def _findings(
 
 
 def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
-    """Names by what their intervals say, with difference, interval and p."""
+    """Names grouped by outcome, with difference, interval and p."""
     parts = []
     for outcome, label in (
         ("above", "above"),
@@ -370,7 +357,7 @@ def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
 
 
 def _limits(tables: Sequence[TaskSummary]) -> list[str]:
-    """What holds of all comparisons."""
+    """Limits of all comparisons."""
     if not tables:
         return []
     hosts = min(table.hosts for table in tables)
@@ -402,39 +389,33 @@ def _limits(tables: Sequence[TaskSummary]) -> list[str]:
 
 
 def summary_of(path: Path) -> Summary:
-    """What the store of a run says of what was judged in it."""
+    """The summary of a run's test hosts."""
     with closing(open_store(path / STORE)) as db:
         return summarise(rows(db, "live_evaluations"))
 
 
 def print_training(path: Path, console: Console | None = None) -> None:
-    """Print how the return went in a training, and its final evaluation."""
+    """Print the course of a training and its final evaluation."""
     console = console or Console()
     with closing(open_store(path / STORE)) as db:
         found = db.execute("SELECT mean_return FROM live_rounds ORDER BY round")
         returns = [nan if value is None else value for (value,) in found]
-        notes = db.execute("SELECT text FROM live_notes WHERE kind = 'judged'")
-        judged = [str(text) for (text,) in notes]
-        watched = watched_trend(rows(db, "live_evaluations"))
+        notes = db.execute("SELECT text FROM live_notes WHERE kind = ?", [TEST])
+        remarks = [str(text) for (text,) in notes]
+        trend = validation_trend(rows(db, "live_evaluations"))
     print_line(console, f"Mean return per round: {sparkline(returns)}")
-    # The same hosts tell more than rounds do, whose tasks may be others every time.
-    print_line(console, watched or return_trend(returns))
+    # Tasks may differ between rounds; the validation hosts do not.
+    print_line(console, trend or return_trend(returns))
     summary = summary_of(path)
     if summary.tasks:
         print_summary(console, summary, costs=False)
-        for line in (*(f"{t[0].upper()}{t[1:]}." for t in judged), *headline(summary)):
+        for line in (*(f"{t[0].upper()}{t[1:]}." for t in remarks), *headline(summary)):
             print_line(console, line)
     print_line(console, f"The run is in {path}.")
 
 
 def print_summary(console: Console, summary: Summary, *, costs: bool = True) -> None:
-    """Print a table of scores of all tasks.
-
-    Args:
-        console: Where to.
-        summary: What to print.
-        costs: Also print scores and costs of each task, and all conclusions.
-    """
+    """Print score tables; with `costs` also each task's costs and conclusions."""
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     for table in summary.tasks if costs else ():
@@ -452,7 +433,7 @@ def _score_table(summary: TaskSummary) -> Table:
     title = f"{summary.task}: {summary.hosts} unseen hosts"
     if summary.tasks > 1:
         title += " of each"
-    # Returns of relative worlds are above never already.
+    # Returns of relative worlds are differences from never already.
     never = [arm.returns for arm in summary.arms if arm.name == BASELINE]
     relative = never == [Interval(0.0, 0.0, 0.0)]
     columns = ["return", "mean", "above never", "p", "P(above never)"]
@@ -511,6 +492,6 @@ def _arm_table(
 
 
 def _interval(it: Interval, spec: str, scale: float = 1.0) -> str:
-    """An interval, or the estimate alone if there was one host."""
+    """An interval, or only the estimate for one host."""
     scaled = Interval(scale * it.estimate, scale * it.low, scale * it.high)
     return f"{scaled.estimate:{spec}}" if isnan(it.low) else f"{scaled:{spec}}"

@@ -25,7 +25,7 @@ from esper.files import Disk, publish, require_no_link, storage
 from esper.report.data import SHOWN_ENVS, RunData, read_run
 from esper.report.plots import STAGES, TaskResults, draw_plots
 from esper.report.style import DARK, LIGHT
-from esper.runs.records import VALIDATION, is_learned
+from esper.runs.records import TEST, VALIDATION, is_learned
 
 PAGE: Final = "report.html"
 PLOTS: Final = "plots"
@@ -74,7 +74,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     plots = draw_plots(data, _results(data, tables))
     is_ppo = data.versions.get("kind") == "ppo"
     is_cut_off = data.versions.get("kind") == "evaluation" and data.state == "stopped"
-    results = [text for _, kind, text in data.notes if kind == "judged"]
+    results = [text for _, kind, text in data.notes if kind == TEST]
     page = _template().render(
         run=data,
         plots=plots,

@@ -24,7 +24,7 @@ from esper.contracts.messages import one_line, quoted, refusal
 from esper.contracts.state import leaves
 from esper.rl.ppo import DEFAULTS, PPO, Episode
 from esper.rl.vector import Vectorization
-from esper.runs.records import RoundRecord
+from esper.runs.records import TEST, RoundRecord
 from esper.runs.run import STORE, Run, validate_name
 from esper.runs.settings import (
     Count,
@@ -347,7 +347,7 @@ def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
         deviation = f"deviation {found.std:.3g}"
         text = f"return of {episodes} episodes: {found.mean:.4g}, {deviation}"
     agent.save(run.path / AGENT)
-    store.add_note_once(trainer.round, "judged", text)
+    store.add_note_once(trainer.round, TEST, text)
     trainer.call("on_message", text)
     steps = {"rounds": trainer.round, "env_steps": trainer.env_steps}
     run.finish({**steps, **figures})

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there, and are used only when they verify.
+"""Checkpoints that are complete or absent, and are verified before use.
 
-    checkpoints/000123.safetensors    every number of the run; in the header: step,
+    checkpoints/000123.safetensors    all tensors of the run; in the header: step,
                                       score, facts, and SHA-256 of the file itself
 
-A checkpoint is written under a hidden name and gets its own in one rename. It is read
-again before an older one is removed. There is no file that names the newest: it is the
-highest step that verifies, so nothing can disagree. `esper.files` reads and writes.
+A checkpoint is written to a hidden file and then renamed. It is read back before an
+older one is removed. The newest checkpoint is the highest step that verifies; no other
+file names it. `esper.files` reads and writes.
 """
 
 import os
@@ -33,14 +33,14 @@ from esper.files import (
     verify,
 )
 
-if TYPE_CHECKING:  # a list of runs reads headers, and is there at once without torch
+if TYPE_CHECKING:  # listing runs must not import torch
     from torch import Tensor
 
     from esper.contracts.state import Tensors
 
 STEP: Final = re.compile(r"([0-9]{6}|[1-9][0-9]{6,8})\.safetensors", re.ASCII)
 Like = Mapping[str, "Tensor"] | None
-"""Names, dtypes and shapes that tensors must have, if they are known."""
+"""Names, dtypes and shapes that tensors must have; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,13 @@ class Loaded:
     manifest: Manifest
     tensors: "Tensors" = field(repr=False)
     rejected: tuple[str, ...] = ()
-    """Why newer ones were passed over, one line each."""
+    """Why newer ones were skipped, one line each."""
 
 
 class CheckpointFolder:
     """The checkpoints of one run; one process writes, any may read.
 
-    Args:
-        path: The folder; it is made when the first checkpoint is.
-        disk: What writes.
-        keep: How many of the newest are kept, besides the one with the best score.
+    It keeps the `keep` newest checkpoints and the one with the best score.
     """
 
     def __init__(self, path: Path, disk: Disk | None = None, *, keep: int = 3) -> None:
@@ -74,13 +71,10 @@ class CheckpointFolder:
         *,
         score: float | None = None,
     ) -> Path:
-        """Save a state; when this returns it survives a loss of power.
+        """Save a state, durably; `step` must be later than every good checkpoint's.
 
-        Args:
-            step: How far the run is; later than every checkpoint that verifies.
-            tensors: The state by name.
-            facts: What JSON can hold, given back by `load`.
-            score: How good this state is, if that was measured.
+        `facts` are JSON values, which `load` returns. `score` is the quality of the
+        state.
         """
         target = self._file(step)
         data = pack(tensors, manifest_of(facts, step, score))
@@ -96,35 +90,32 @@ class CheckpointFolder:
                 self.verify(step, tensors)
             except InvalidInputError as error:
                 raise StorageError(
-                    f"{short(target)} does not read back as it was written; nothing "
+                    f"{short(target)} does not read back as it was written. Nothing "
                     "older was removed. Check the disk."
                 ) from error
             self.prune(step, tensors)
         return target
 
     def latest(self, like: Like = None, within: str = "") -> Loaded | None:
-        """The newest that verifies, with what was passed over; None if there is none.
+        """The newest that verifies; None if there are no checkpoints.
 
-        Refuses if there are some but none verifies. For arguments see `load`.
+        Refuses if none verifies. For arguments see `load`.
         """
         return self._first_good(reversed(self.steps()), [], like, within)
 
     def best(self, like: Like = None, within: str = "") -> Loaded | None:
-        """That of the highest score that verifies, the earliest of equals.
+        """That of the highest score that verifies; without scores, the newest.
 
-        Without a score, the newest. As `latest` in all else.
+        Of equal scores the earliest. Otherwise like `latest`.
         """
         order, rejected = self._by_score()
         return self._first_good(order, rejected, like, within)
 
     def load(self, which: int | Path, like: Like = None, within: str = "") -> Loaded:
-        """One checkpoint; refuses unless all verifies.
+        """Load a checkpoint by step or file; refuses unless all of it verifies.
 
-        Args:
-            which: Its step, or its file.
-            like: Names, dtypes and shapes that its tensors must have, which is checked
-                before anything but the header is read.
-            within: Read only tensors whose names begin with this.
+        `like` is checked before tensors are read. Only names with the prefix `within`
+        are.
         """
         file = self._file(which)
         tensors, manifest = read_safetensors(file, _fit(like), within, disk=self._disk)
@@ -134,7 +125,7 @@ class CheckpointFolder:
         return Loaded(path=file, manifest=manifest, tensors=tensors)
 
     def verify(self, step: int, like: Like = None) -> None:
-        """Refuse a checkpoint that does not verify; takes no memory for its tensors."""
+        """Refuse a checkpoint that does not verify, without loading its tensors."""
         file = self._file(step)
         with storage(file, "read"), self._disk.open(file) as stream:
             manifest = verify(short(file), stream, _fit(like))[0].manifest
@@ -142,7 +133,7 @@ class CheckpointFolder:
             raise _misplaced(file, manifest)
 
     def steps(self) -> list[int]:
-        """Steps at which there should be a checkpoint, in order."""
+        """Steps of all checkpoint files, in order."""
         if not os.path.isdir(self.path):
             return []
         require_no_link(self.path)
@@ -152,11 +143,11 @@ class CheckpointFolder:
         return sorted(int(match[1]) for match in found if match)
 
     def manifests(self) -> list[Manifest]:
-        """What those say that have a good header, oldest first; not yet verified."""
+        """Manifests of files with a valid header, oldest first; not verified."""
         return self._headers()[0]
 
     def _headers(self) -> tuple[list[Manifest], list[str]]:
-        """Manifests of those that have a good header, and why others have none."""
+        """Manifests of files with a valid header, and errors of the others."""
         found, rejected = [], []
         for step in self.steps():
             file = self._file(step)
@@ -171,7 +162,7 @@ class CheckpointFolder:
         return found, rejected
 
     def _by_score(self) -> tuple[list[int], list[str]]:
-        """Steps by score, best first, then those without one; and what was rejected."""
+        """Steps by score, best first, then those without one; and errors."""
         headers, rejected = self._headers()
         scored = [
             (-each.score, each.step) for each in headers if each.score is not None
@@ -182,7 +173,7 @@ class CheckpointFolder:
     def _first_good(
         self, steps: Iterable[int], rejected: list[str], like: Like, within: str
     ) -> Loaded | None:
-        """The first that verifies, with why others do not; None if there are none."""
+        """The first that verifies, with errors of others; None if there are none."""
         for step in steps:
             try:
                 found = self.load(step, like, within)
@@ -195,7 +186,7 @@ class CheckpointFolder:
         return None
 
     def _require_later(self, step: int, like: Like) -> None:
-        """Refuse to go back behind a good checkpoint; others are replaced."""
+        """Refuse a step that is not later than a good checkpoint's."""
         for later in [there for there in self.steps() if there >= step]:
             if self._is_good(later, like):
                 raise InvalidInputError(
@@ -211,9 +202,9 @@ class CheckpointFolder:
         return True
 
     def prune(self, newest: int, like: Like = None) -> None:
-        """Remove what is older than the last `keep` good ones, except the best.
+        """Remove checkpoints older than the last `keep` good ones, except the best.
 
-        What does not read as a checkpoint may be somebody else's and stays.
+        Files that do not read as checkpoints may belong to someone else and stay.
         """
         good = [each.step for each in self.manifests() if each.step <= newest]
         order = self._by_score()[0]
@@ -230,7 +221,7 @@ class CheckpointFolder:
 
 
 def _fit(like: Like) -> Fit | None:
-    """Compares the tensors of a file with those that are expected."""
+    """Compares the tensors of a file with the expected ones."""
     if like is None:
         return None
     from esper.contracts.state import check_fit

@@ -1,17 +1,12 @@
-"""Controllers that a run has learned: loading them, and exporting them for a package.
+"""Load the controller that a run has trained, and export it as two files.
 
     controller = load_controller("runs/quiet-fern")
     esper.Grower(model, optimizer, controller=controller, ...)
 
-No weight of a policy depends on the number of slots or blueprints, so a loaded one fits
-every action space. Numbers are read from a checkpoint that verifies; nothing is
-executed. An exported controller is two files:
-
-    tamiyo.safetensors   the policy of the best checkpoint
-    manifest.json        its sizes, the blueprints it knows, how it was trained
-
-The manifest comes last and holds the digest of the numbers, so two that do not belong
-together are refused when read.
+No weight of a policy depends on the number of slots or blueprints, so a policy fits
+every action space. Weights come from a checkpoint that verifies. An exported controller
+is a folder of `esper.tamiyo.shipped`; its manifest, with the digest of the weights, is
+written last.
 """
 
 import json
@@ -19,19 +14,16 @@ import os
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.messages import quoted, short
-from esper.contracts.state import Tensors, leaves, load
-from esper.contracts.world import Controller
+from esper.contracts.state import Tensors, leaves
 from esper.files import Disk, pack, publish, storage
 from esper.runs.checkpoint import CheckpointFolder, Loaded
 from esper.runs.database import open_store
@@ -39,75 +31,33 @@ from esper.runs.records import TEST
 from esper.runs.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
 from esper.runs.settings import as_toml
 from esper.runs.train_config import from_toml
-from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.policy.sampling import with_temperature
-from esper.tamiyo.restricted import Restricted
+from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.shipped import (
     FORMAT,
     MANIFEST,
     WEIGHTS,
+    TrainedController,
     read,
     weightless_policy,
 )
 
 POLICY: Final = "agent/policy/"
-"""What the names of a policy's numbers begin with in a checkpoint."""
-RECORDED: Final = (
+"""Prefix of the policy's tensors in a checkpoint."""
+EXPORTED_VERSIONS: Final = (
     *("began", "commit", "esper", "python", "torch", "numpy", "numba", "machine"),
 )
-"""Versions that an exported manifest repeats, if the run has them."""
+"""Versions of the run that an exported manifest repeats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A trained policy, which becomes a controller of an action space."""
-
-    name: str
-    config: PolicyConfig
-    weights: Tensors = field(repr=False)
-    round: int = 0
-    """Of the run, in which it was as it is."""
-    actions: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Its action space in training; see `ActionSpec.describe`."""
-
-    def __call__(self, spec: ActionSpec) -> Controller:
-        """A controller of this action space, of lower temperature than in training.
-
-        It chooses among the actions that it was trained with, if they are known.
-        """
-
-        def make(known: ActionSpec) -> Controller:
-            return with_temperature(self.policy(known))
-
-        if not self.actions:
-            return make(spec)
-        names, choices = self.actions["blueprints"], self.actions["heads"]
-        return Restricted(make, spec, names, choices)
-
-    def policy(self, spec: ActionSpec) -> TamiyoPolicy:
-        """The policy itself."""
-        with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
-            policy = TamiyoPolicy(spec, self.config)
-        load(policy, self.weights)
-        return policy
-
-
-def find_controller(text: str, root: Path) -> Learned:
-    """The controller that a run has learned.
-
-    Args:
-        text: The name of a run in `root`, its folder, the file of a checkpoint, or
-            the folder of an exported controller.
-        root: Where runs are.
-    """
-    # False of what cannot be looked at.
+def find_controller(text: str, root: Path) -> TrainedController:
+    """The controller of a run in `root`, or the one at a path for `load_controller`."""
     if os.path.isfile(text) or _is_exported(text):
         return load_controller(text)
     return load_controller(find_run(text, root))
 
 
-def load_controller(path: Path | str) -> Learned:
-    """The controller of a run: its best checkpoint, or the one that is named.
+def load_controller(path: Path | str) -> TrainedController:
+    """Load a trained controller; of a run, that of its best checkpoint.
 
     Args:
         path: A run's folder, the file of one of its checkpoints, or a folder that
@@ -115,36 +65,34 @@ def load_controller(path: Path | str) -> Learned:
     """
     folder = Path(path)
     if _is_exported(folder):
-        return _exported(folder)
-    one = folder.parent.name == CHECKPOINTS and folder.is_file()
-    run = Run.read(folder.parent.parent if one else folder)
+        return read(folder)
+    is_checkpoint = folder.parent.name == CHECKPOINTS and folder.is_file()
+    run = Run.read(folder.parent.parent if is_checkpoint else folder)
     if run.kind != TRAINING:
         raise InvalidInputError(
             f"run {run.name} has no trained controller; see esper runs."
         )
-    checkpoints = run.checkpoints()
     config = from_toml(run.config_toml).learner.policy
-    like = policy_shapes(config)
-    if one:
-        found = checkpoints.load(folder, like, POLICY)
+    like, name = policy_shapes(config), run.name
+    if is_checkpoint:
+        found = run.checkpoints().load(folder, like, POLICY)
+        name += f"@{folder.stem}"
     else:
-        found = _best(checkpoints, folder, like)
+        found = _best(run.checkpoints(), folder, like)
     weights = {
         name.removeprefix(POLICY): tensor
         for name, tensor in found.tensors.items()
         if name.startswith(POLICY)
     }
-    name = f"{run.name}@{folder.stem}" if one else run.name
     actions = found.manifest.facts.get("actions", {})
-    return Learned(name, config, weights, found.manifest.step, actions)
-
-
-def _exported(folder: Path) -> Learned:
-    found, name = read(folder), folder.resolve().name
-    actions = {"blueprints": sorted(found.blueprints), "heads": found.choices}
-    round_ = found.training.get("round")
-    round_ = round_ if isinstance(round_, int) else 0
-    return Learned(name, found.config, found.weights, round_, actions)
+    return TrainedController(
+        name=name,
+        config=config,
+        weights=weights,
+        round=found.manifest.step,
+        blueprints=actions.get("blueprints"),
+        choices=actions.get("heads", {}),
+    )
 
 
 def _is_exported(path: Path | str) -> bool:
@@ -154,7 +102,7 @@ def _is_exported(path: Path | str) -> bool:
 
 
 def policy_shapes(config: PolicyConfig) -> Tensors:
-    """The tensors of such a policy, by their names in a checkpoint."""
+    """Tensors with the names and shapes of a policy in a checkpoint, without data."""
     return leaves(weightless_policy(config), POLICY.rstrip("/"))
 
 
@@ -170,15 +118,13 @@ def _best(checkpoints: CheckpointFolder, folder: Path, like: Tensors) -> Loaded:
     return found
 
 
-def newest_controller(root: Path) -> Learned:
-    """The controller of the last completed run of a folder."""
-    paths = [root / each.name for each in Run.list(root) if each.state == "finished"]
+def newest_controller(root: Path) -> TrainedController:
+    """The controller of the newest finished training in a folder of runs."""
+    finished = [each.name for each in Run.list(root) if each.state == "finished"]
     ended = [
-        (str(Run.read(path).versions.get("began", "")), path)
-        for path in paths
-        if Run.read(path).kind == TRAINING
-        and (path / CHECKPOINTS).is_dir()
-        and any((path / CHECKPOINTS).iterdir())
+        (str(run.versions.get("began", "")), run.path)
+        for run in (Run.read(root / name) for name in finished)
+        if run.kind == TRAINING and run.checkpoints().steps()
     ]
     if not ended:
         raise InvalidInputError(
@@ -194,14 +140,10 @@ def export_controller(
     figures: Mapping[str, Any] | None = None,
     disk: Disk | None = None,
 ) -> None:
-    """Write the controller of a finished run, and read it again.
+    """Write the controller of a finished run to a folder, and verify it.
 
-    Args:
-        path: The folder of the run.
-        folder: Where to; it is made if its parent is there.
-        figures: Results of the controller, as JSON can hold it; None: what the run
-            was judged by at its end.
-        disk: What writes.
+    The folder is created if its parent exists. `figures` are results as JSON values, by
+    default those of the run's test hosts.
     """
     run, disk = Run.read(path), disk or Disk()
     if run.finished is None:
@@ -213,9 +155,9 @@ def export_controller(
         "policy": asdict(learned.config),
         "sha256": sha256(data).hexdigest(),
         "blueprints": _blueprints(learned),
-        "choices": dict(learned.actions["heads"]),
+        "choices": dict(learned.choices),
         "training": _training(run, learned),
-        "figures": dict(_judged(run) if figures is None else figures),
+        "figures": dict(_test_results(run) if figures is None else figures),
     }
     text = json.dumps(manifest, allow_nan=False, indent=1, sort_keys=True) + "\n"
     with storage(folder, "make"):
@@ -226,10 +168,10 @@ def export_controller(
     read(folder)(ActionSpec())
 
 
-def _blueprints(learned: Learned) -> list[str]:
-    """Names of the blueprints of its action space."""
+def _blueprints(learned: TrainedController) -> list[str]:
+    """Names of the blueprints that it was trained with, all of them built in."""
     table = {each.name for each in BLUEPRINTS}
-    names = learned.actions.get("blueprints", ())
+    names = learned.blueprints or ()
     if not names:
         raise InvalidInputError(
             f"{learned.name} has no list of blueprints; train it again."
@@ -242,8 +184,8 @@ def _blueprints(learned: Learned) -> list[str]:
     return [*names]
 
 
-def _judged(run: Run) -> dict[str, Any]:
-    """Means over the hosts that a run was judged on, by task and controller."""
+def _test_results(run: Run) -> dict[str, Any]:
+    """Means over the test hosts of a run, by task and controller."""
     if not (run.path / STORE).exists():
         return {}
     query = (
@@ -259,8 +201,8 @@ def _judged(run: Run) -> dict[str, Any]:
     return found
 
 
-def _training(run: Run, learned: Learned) -> dict[str, Any]:
-    """How it was trained."""
+def _training(run: Run, learned: TrainedController) -> dict[str, Any]:
+    """The entry `training` of a manifest."""
     config, finished = from_toml(run.config_toml), run.finished or {}
     return {
         "run": short(Path(run.name)),
@@ -274,6 +216,8 @@ def _training(run: Run, learned: Learned) -> dict[str, Any]:
         # Paths of this machine mean nothing elsewhere.
         "config": as_toml(replace(config, name=None, runs="runs")),
         "versions": {
-            name: run.versions[name] for name in RECORDED if name in run.versions
+            name: run.versions[name]
+            for name in EXPORTED_VERSIONS
+            if name in run.versions
         },
     }

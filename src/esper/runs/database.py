@@ -1,10 +1,9 @@
-"""The database of an event store: its schema, and connections that trust nothing.
+"""The database of an event store: its schema, and connections that verify it.
 
-The schema of a database must be this one to the letter, SQLite must find its pages and
-types whole, its attempts must name the run that it lies in, and whatever is asked of it
-has a deadline. What fails is refused in one line.
+The schema must be exactly this one, SQLite must find no damage, and its attempts must
+name the run. Queries have a time limit. Anything else is refused in one line.
 
-Readers cannot write, and so never checkpoint the log: before SQLite 3.51.3, two
+Readers cannot write, so they never checkpoint the log: before SQLite 3.51.3, two
 connections that do so at the same moment can damage a database.
 """
 
@@ -23,31 +22,31 @@ from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import one_line, quoted, short
 
 TIMEOUT: Final = 1.0
-"""Seconds to wait for the lock of another connection, if rows can go on waiting."""
-PATIENCE: Final = 60.0
+"""Seconds to wait for the lock of another connection, if rows can be queued."""
+LOCK_PATIENCE: Final = 60.0
 """Seconds to wait for it, if they cannot."""
 DEADLINE: Final = 60.0
-"""Seconds that a connection that reads has for all that is asked of it."""
-LONGEST: Final = 1 << 24
-"""Bytes of one value or row at most."""
-OLDEST: Final = (3, 37, 0)
-"""SQLite that knows strict tables."""
-VERSION: Final = 1
-"""Of the schema; kept in `PRAGMA user_version`."""
+"""Time limit in seconds of all queries of a reader."""
+MAX_VALUE_BYTES: Final = 1 << 24
+"""Maximum size of one value or row."""
+MIN_SQLITE: Final = (3, 37, 0)
+"""The first SQLite with strict tables."""
+VERSION: Final = 2
+"""Version of the schema, in `PRAGMA user_version`."""
 APPLICATION: Final = 0x45535052
-"""Tells a store from other databases; kept in `PRAGMA application_id`."""
+"""Identifies a store among databases, in `PRAGMA application_id`."""
 READ_ONLY: Final = "?mode=ro"
 
 T = TypeVar("T")
-DISK_TROUBLE: Final = frozenset(
+DISK_ERRORS: Final = frozenset(
     (
         *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY),
         *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN),
     )
 )
-"""Errors that are not the database's fault."""
+"""Errors of the disk or a lock, not of the database."""
 COMPANIONS: Final = ("-wal", "-shm", "-journal")
-"""Ends of the names of files that SQLite keeps beside a database."""
+"""Suffixes of the files that SQLite keeps next to a database."""
 
 ATTEMPTS: Final = """
 CREATE TABLE attempts (
@@ -97,23 +96,23 @@ COLUMNS: Final = {
   score REAL, test REAL, added REAL, macs REAL, -- of the network at the end
   panicked INTEGER               -- 1: its numbers were no longer finite""",
     "evaluations": """
-  stage TEXT NOT NULL,           -- watched: while the policy trained, on fixed hosts;
-                                 -- judged: at the end, on hosts that decided nothing
+  stage TEXT NOT NULL,           -- validation: during training, on fixed hosts;
+                                 -- test: at the end, on hosts of no selection
   controller TEXT NOT NULL, task TEXT NOT NULL,
-  host INTEGER NOT NULL,         -- the same number is the same host for everybody
+  host INTEGER NOT NULL,         -- the same number is the same host for all arms
   "return" REAL,
-  score REAL,                    -- on decision rows, at the end
-  test REAL,                     -- on test rows, at the end
-  area REAL,                     -- mean score on decision rows, over the decisions
+  score REAL,                    -- on the validation split, at the end
+  test REAL,                     -- on the test split, at the end
+  area REAL,                     -- mean score on the validation split, over time
   added REAL, macs REAL,         -- of the network at the end, relative to the host
   training_macs REAL,            -- multiply-adds that its training took
-  seconds REAL,                  -- of its training, hosts side by side
+  seconds REAL,                  -- of its training, per host
   panicked INTEGER""",
     "notes": """
   kind TEXT NOT NULL,            -- one word, such as dropped or gap
   text TEXT NOT NULL""",
 }
-"""What the rows of each table have of their own."""
+"""Columns of each table, in addition to attempt, seq and round."""
 
 TABLES: Final = tuple(COLUMNS)
 
@@ -157,16 +156,16 @@ SELECT min(round) AS round, min(step) AS step, task, env, episode, slot, seed,
 FROM seeds WHERE seed > 0 GROUP BY task, env, episode, slot, seed
 ORDER BY min(step), task, env, slot""",
 }
-"""What people ask, by name; each can be read like a table."""
+"""Prepared queries, by name; each can be read like a table."""
 
 
 class DamagedStoreError(InvalidInputError):
-    """A store that is damaged, tampered with, or another run's."""
+    """A store that is damaged, tampered with, or of another run."""
 
 
 def patiently(write: Callable[[], T]) -> T:
-    """The result of something that writes, tried again while the store is locked."""
-    until = monotonic() + PATIENCE
+    """The result of a write, tried again while the store is locked."""
+    until = monotonic() + LOCK_PATIENCE
     while True:
         try:
             return write()
@@ -176,9 +175,9 @@ def patiently(write: Callable[[], T]) -> T:
 
 
 def open_writer(path: Path, run: str | None = None) -> sqlite3.Connection:
-    """The connection that writes; the store is made if there is none."""
-    if sqlite3.sqlite_version_info < OLDEST:
-        needed, got = ".".join(map(str, OLDEST)), sqlite3.sqlite_version
+    """The connection that writes; the store is created if there is none."""
+    if sqlite3.sqlite_version_info < MIN_SQLITE:
+        needed, got = ".".join(map(str, MIN_SQLITE)), sqlite3.sqlite_version
         raise InvalidInputError(
             f"SQLite {needed} or later is needed, got {got}; update Python."
         )
@@ -191,7 +190,7 @@ def open_writer(path: Path, run: str | None = None) -> sqlite3.Connection:
         if not _tables(db) and db.execute("PRAGMA user_version").fetchone() == (0,):
             db.execute("PRAGMA journal_mode = WAL")
             with transaction(db):
-                if not _tables(db):  # else somebody was faster
+                if not _tables(db):  # else another process was faster
                     for statement in _statements():
                         db.execute(statement)
 
@@ -201,12 +200,9 @@ def open_writer(path: Path, run: str | None = None) -> sqlite3.Connection:
 def open_store(
     path: Path | str, run: str | None = None, *, seconds: float | None = None
 ) -> sqlite3.Connection:
-    """A connection that can only read, also while somebody writes.
+    """A read-only connection, also while another process writes.
 
-    Args:
-        path: The database of a run.
-        run: Id of the run, if it is known.
-        seconds: For all that is asked of it; None: as long as it takes.
+    `run` is the id that the store must name. All queries together may take `seconds`.
     """
     path = Path(path).absolute()
     if not os.path.lexists(path):
@@ -223,13 +219,13 @@ def _opened(
     run: str | None,
     seconds: float | None = None,
 ) -> sqlite3.Connection:
-    """A connection; refuses what is no store, of another schema or run, or damaged."""
+    """A connection; refuses other files, schemas and runs, and damage."""
     _require_files(path)
     db = None
     try:
         uri = f"{path.absolute().as_uri()}{mode}"
         db = sqlite3.connect(uri, uri=True, timeout=TIMEOUT, isolation_level=None)
-        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         db.execute("PRAGMA trusted_schema = OFF")
         _limit_time(db, DEADLINE)
         patiently(lambda: make(db))
@@ -237,13 +233,13 @@ def _opened(
         if mode != READ_ONLY:
             patiently(lambda: db.execute("PRAGMA journal_mode = WAL"))
         _limit_time(db, seconds)
-    except (sqlite3.Error, ValueError) as error:  # also text that is no UTF-8
+    except (sqlite3.Error, ValueError) as error:  # also invalid UTF-8
         if db is not None:
             db.close()
         if isinstance(error, InvalidInputError):
             raise
         why = one_line(str(error), 99)
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_TROUBLE:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_ERRORS:
             raise StorageError(f"cannot use {short(path)}: {why}.") from None
         raise DamagedStoreError(
             f"{short(path)} cannot be used as a store: {why}; name another file."
@@ -252,7 +248,7 @@ def _opened(
 
 
 def _require_files(path: Path) -> None:
-    """Refuse links and pipes: they lead elsewhere, or wait for ever."""
+    """Refuse links and pipes, which lead elsewhere or block."""
     for end in ("", *COMPANIONS):
         file = Path(f"{path}{end}")
         if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
@@ -260,7 +256,7 @@ def _require_files(path: Path) -> None:
 
 
 def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
-    """Refuse a database that is no whole store of this schema and run."""
+    """Refuse a database that is no intact store of this schema and run."""
     name = short(path)
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -287,7 +283,7 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
 
 
 def _limit_time(db: sqlite3.Connection, seconds: float | None) -> None:
-    """Interrupt whatever is asked of a connection after some seconds from now."""
+    """Interrupt all queries of a connection after some seconds from now."""
     if seconds is None:
         db.set_progress_handler(None, 0)
     else:
@@ -296,13 +292,13 @@ def _limit_time(db: sqlite3.Connection, seconds: float | None) -> None:
 
 
 def _schema(db: sqlite3.Connection) -> set[tuple[str, str, str]]:
-    """What there is in a database, by kind and name, as it was made."""
+    """Type, name and SQL of everything in a database."""
     return {*db.execute("SELECT type, name, sql FROM sqlite_schema LIMIT 100")}
 
 
 @cache
 def _own_schema() -> set[tuple[str, str, str]]:
-    """The same of a store."""
+    """The schema of a store."""
     with closing(sqlite3.connect(":memory:")) as db:
         for statement in _statements():
             db.execute(statement)
@@ -317,7 +313,7 @@ def columns_of(db: sqlite3.Connection, table: str) -> dict[str, str]:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing; the lock for writing is taken at once."""
+    """A transaction that takes the write lock at once."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -329,16 +325,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def rows(db: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table or `live_` view in order, NaN where it was NaN.
-
-    Args:
-        db: From `open_store`.
-        table: A table of the store, or `live_` and its name.
-    """
-    if table.removeprefix("live_") not in TABLES:
-        raise InvalidInputError(
-            f"the store has no table {table!r}; known: {', '.join(TABLES)}."
-        )
+    """The rows of a table or its `live_` view in order, NaN where it was NaN."""
     names = [*columns_of(db, table)]
     for values in db.execute(f"SELECT * FROM {table} ORDER BY attempt, seq"):
         row = dict(zip(names, values, strict=True))
@@ -347,7 +334,7 @@ def rows(db: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
 
 
 def _statements() -> list[str]:
-    """SQL that makes an empty database a store."""
+    """SQL that turns an empty database into a store."""
     made = [ATTEMPTS]
     for name, own in COLUMNS.items():
         made.append(

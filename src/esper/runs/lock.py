@@ -1,4 +1,4 @@
-"""The right of one process to write in a folder."""
+"""A lock that gives one process the right to write in a folder."""
 
 import json
 import os
@@ -17,21 +17,17 @@ from esper.contracts.messages import quoted, short
 from esper.files import open_regular, read_json, storage
 
 fcntl: Any = None
-with suppress(ImportError):  # Windows has none
+with suppress(ImportError):  # missing on Windows
     fcntl = import_module("fcntl")
 LOCK: Final = "lock"
 LOCK_TIMEOUT: Final = 0.5
-"""Seconds to wait for a lock: whoever lists runs holds each for a moment."""
+"""Seconds to wait for a lock; listing runs holds each lock for a moment."""
 
 
 class Lock:
-    """The right to write in a folder, held until `close` or the end of the process.
+    """The right to write in a folder, until `close` or the end of the process.
 
-    The lock file also names its owner.
-
-    Args:
-        folder: Where the lock file is or will be.
-        name: What the folder is called in an error, if it will be renamed.
+    The lock file also names its owner. `name` replaces the folder's name in errors.
     """
 
     def __init__(self, folder: Path, name: Path | None = None) -> None:
@@ -58,12 +54,12 @@ class Lock:
                 raise
 
     def close(self) -> None:
-        """Let another process have it; may be called again."""
+        """Release the lock; may be called again."""
         self._lock.release(force=True)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether some process, this one too, holds the lock of a folder."""
+    """Whether any process, including this one, holds the lock of a folder."""
     if fcntl is None:  # no run can be made here
         return False
     with storage(folder, "look at"):
@@ -78,7 +74,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _owner(file: Path) -> str:
-    """The process that holds a lock, as far as the file can be read."""
+    """The process that holds a lock, if the file can be read."""
     owner = None
     with suppress(OSError, EsperError):
         owner = read_json(file)

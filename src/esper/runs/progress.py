@@ -11,20 +11,14 @@ from rich.progress import Progress as RichProgress
 from esper.contracts.messages import printable
 
 BARS: Final = "▁▂▃▄▅▆▇█"
-COLUMNS: Final = 60
-"""Bars of a sparkline, at most."""
-SHOWN: Final = 4
-"""Workers whose job is named."""
+MAX_BARS: Final = 60
+"""Maximum width of a sparkline."""
+MAX_SHOWN: Final = 4
+"""Maximum number of active jobs to name."""
 
 
 class Progress:
-    """Shows how far several jobs are.
-
-    Args:
-        names: Jobs that are shown as waiting at first; others come when they begin.
-        console: Where to show it.
-        unit: What is counted.
-    """
+    """Shows the progress of jobs; those in `names` wait, others appear on update."""
 
     LINES_PER_JOB: Final = 10
 
@@ -64,12 +58,16 @@ class Progress:
         done: float,
         total: float,
         text: str,
-        doing: Sequence[str] = (),
+        active: Sequence[str] = (),
     ) -> None:
-        """Update the bar of a job, counted from 1; with what workers are doing."""
-        if doing:
-            more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
-            text += f"; {len(doing)} at work: {', '.join(doing[:SHOWN])}{more}"
+        """Update the bar of a job, with the jobs that workers are running."""
+        if active:
+            more = (
+                f" and {len(active) - MAX_SHOWN} more"
+                if len(active) > MAX_SHOWN
+                else ""
+            )
+            text += f"; {len(active)} at work: {', '.join(active[:MAX_SHOWN])}{more}"
         if self._bars is None:
             every = max(total // self.LINES_PER_JOB, 1)
             if done % every == 0 or done == total:
@@ -82,7 +80,7 @@ class Progress:
         self._bars.update(task, completed=done, total=total, text=printable(text))
 
     def close(self) -> None:
-        """Leave the terminal."""
+        """Stop the bars."""
         if self._bars is not None:
             self._bars.stop()
 
@@ -95,17 +93,19 @@ class Progress:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line as it is, without characters that would move a cursor."""
+    """Print a line without control characters."""
     console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as bars from the least to the largest; neighbours share a bar."""
+    """Values as bars; many values are averaged in groups."""
     known = np.asarray(values, dtype=np.float64)
     known = known[np.isfinite(known)]
     if not len(known):
         return ""
-    parts = np.array_split(known, min(COLUMNS, len(known)))
+    parts = np.array_split(known, min(MAX_BARS, len(known)))
     means = np.array([part.mean() for part in parts])
-    share = (means - means.min()) / max(float(np.ptp(means)), 1e-12)  # all may be equal
-    return "".join(BARS[round(level * (len(BARS) - 1))] for level in share.tolist())
+    levels = (means - means.min()) / max(
+        float(np.ptp(means)), 1e-12
+    )  # all may be equal
+    return "".join(BARS[round(level * (len(BARS) - 1))] for level in levels.tolist())

@@ -1,4 +1,4 @@
-"""What a run records: one round of training, and an evaluation on hosts."""
+"""The records of a run: one round of training, and evaluations on hosts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from esper.simic.agent.metrics import UpdateRecord
 
 ENDLESS: Final = 1_000_000
-"""Rounds of a training that only time ends."""
+"""Number of rounds if only time limits the training."""
 STATIC: Final = ("static", "longer")
-"""Networks that are not grown, as large or as costly as another arm's."""
+"""Networks that do not grow, matched to the size or compute of another arm."""
 LADDER: Final[Mapping[str, int]] = {f"static-x{n}": n for n in (1, 2, 4, 8, 16)}
-"""Networks that are not grown, with hidden layers so many times as wide."""
+"""Networks that do not grow, with hidden layers this many times as wide."""
 SIZES: Final = ("best-size", "envelope", "halving")
-"""Choices among them, computed from their results."""
+"""Choices among the ladder, computed from its results."""
 
-VALIDATION: Final = "watched"
-"""Stage of the periodic evaluation: hosts that choose the best checkpoint."""
-TEST: Final = "judged"
-"""Stage of a final evaluation: hosts that decided nothing so far."""
+VALIDATION: Final = "validation"
+"""Stage of the periodic evaluation, which selects the best checkpoint."""
+TEST: Final = "test"
+"""Stage of the final evaluation, on hosts that nothing was selected on."""
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ def is_learned(name: str) -> bool:
 
 
 def reference_of(names: Iterable[str]) -> str | None:
-    """The arm that static ones are measured by: the first learned one, else `early`."""
+    """The reference of static arms: the first trained arm, else `early`."""
     known = list(names)
     return min(filter(is_learned, known), default="early" if "early" in known else None)
 
@@ -49,31 +49,26 @@ class RoundRecord:
     """Counted from 1."""
     rounds: int
     env_steps: int
-    """Decisions taken since the start, over all environments."""
+    """Decisions since the start, over all environments."""
     seconds: float
     """Time since the start."""
     mean_return: float
     """Mean return of the episodes that ended in this rollout; NaN if none did."""
     learning_rate: float
-    """Of the update."""
+    """Learning rate of the update."""
     mean_score: float | None = None
-    """Mean final score of the episodes that ended, where the world knows one."""
+    """Mean final score of the episodes that ended, if the world has scores."""
     added: float | None = None
-    """Parameters that they added, as a multiple of the host's, mean."""
+    """Mean number of parameters added, as a multiple of the host's."""
     update: "UpdateRecord"
 
     @property
     def refused(self) -> bool:
-        """Whether every update of the round was refused as not finite."""
+        """Whether all updates of the round were skipped as not finite."""
         return self.update.refused > 0 and self.update.steps_taken == 0
 
     def headline(self, *, relative: bool = False, details: bool = False) -> str:
-        """The round in one line.
-
-        Args:
-            relative: Whether returns are shares of the never-grown host's errors.
-            details: Whether to tell what only people who tune a learner read.
-        """
+        """The round in one line; `relative` if returns are fractions of errors."""
         parts = [f"return {self.mean_return:+.4f}"]
         if relative:
             parts = [f"{self.mean_return:+.1%} of the errors removed, net of rent"]
@@ -99,16 +94,16 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopFigures:
-    """What every host had at every stop, `[stop, host]`."""
+    """Figures of every host at every stop, `[stop, host]`."""
 
     times: Floats
-    """Moments of the stops by the clock, `[stop]`."""
+    """Times of the stops on the clock, `[stop]`."""
     weights: Floats
-    """What they weigh in the return, `[stop]`."""
+    """Their weights in the return, `[stop]`."""
     first: Floats
     """Worth before training, `[host]`."""
     worth: Floats
-    """Score on the decision rows, less rent."""
+    """Score on the validation split, less rent."""
     score: Floats
     test: Floats
     spent: Floats
@@ -117,27 +112,27 @@ class StopFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """The results of one controller, host by host."""
+    """The results of one controller, one value per host."""
 
     returns: Floats
-    """Score that was gained on the decision rows, less rent; in a relative world the
-    share of the never-grown host's errors that was removed, net of rent."""
+    """Gain of score on the validation split, less rent. In a relative world: the
+    fraction of the never-grown host's errors that was removed, net of rent."""
     score: Floats
-    """Share of decision rows that the final network guesses right."""
+    """Final accuracy on the validation split."""
     test: Floats
-    """Share of test rows that the final network guesses right."""
+    """Final accuracy on the test split."""
     area: Floats
-    """Mean share of decision rows that were guessed right, over the decisions."""
+    """Mean accuracy on the validation split over the decisions."""
     added: Floats
     """Parameters added, as a multiple of the host's."""
     macs: Floats
     """Multiply-adds per row, as a multiple of the host's."""
     training_macs: Floats
-    """Multiply-adds that the training took, with every pass that was only a look."""
+    """Multiply-adds of the training, measurements included."""
     seconds: Floats
-    """Time that the training took, hosts side by side."""
+    """Time of the training, divided by the number of hosts."""
     panicked: NDArray[np.bool_]
-    """Whether the host's numbers were no longer finite."""
+    """Whether values of the host were not finite."""
     stops: StopFigures | None = None
     """Not stored."""
 
@@ -147,6 +142,6 @@ Results = Mapping[str, EvalResult]
 
 
 def mean_return(results: Results) -> float:
-    """Mean return over tasks that count alike."""
-    means = [float(judged.returns.mean()) for judged in results.values()]
+    """Mean return over tasks, with equal weights."""
+    means = [float(result.returns.mean()) for result in results.values()]
     return sum(means) / len(means)

@@ -1,16 +1,16 @@
 """A run's folder: one name, one configuration, one process at a time.
 
-    runs/<name>/config.toml      what was asked for, resolved
-                versions.json    what it was made with
-                events.sqlite    all that happened
+    runs/<name>/config.toml      the resolved configuration
+                versions.json    versions of software and machine
+                events.sqlite    the event store
                 checkpoints/
                 recordings/      of its start, until that is in a checkpoint
-                start.json       what the start took, if it was fitted to recordings
-                lock             who is at work in it
-                finished.json    there once the run is complete
+                start.json       cost of the start, if it was fitted to recordings
+                lock             the process that writes
+                finished.json    present once the run is complete
 
-A folder appears whole or not at all, and a name is never used twice. The lock is free
-as soon as its process is gone, however it went.
+A folder is created whole or not at all, and a name is never used twice. The lock is
+released when its process ends in any way.
 """
 
 import errno
@@ -45,17 +45,17 @@ from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.lock import Lock, is_locked
 
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
-RESERVED: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
+RESERVED_NAMES: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 TRAINING: Final = "training"
-"""The kind of run that has a controller."""
+"""The kind of run that trains a controller."""
 CHECKPOINTS: Final = "checkpoints"
 STORE: Final = "events.sqlite"
 OWN_RECORDINGS: Final = "recordings"
-"""Folder of what a run recorded to start from."""
+"""Folder of the recordings that a run starts from."""
 START: Final = "start.json"
-OCCUPIED: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
-FIRST: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
-LAST: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
+OCCUPIED_ERRORS: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+ADJECTIVES: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
+TREES: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +66,17 @@ class RunSummary:
     state: str
     """running, finished, stopped or damaged."""
     step: int | None
-    """Of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     score: float | None
-    """Of the newest checkpoint that has one."""
+    """Score of the newest checkpoint that has one."""
     size: int
     """Bytes on disk."""
     trouble: str = ""
-    """What is wrong with a damaged run."""
+    """Why a run is damaged."""
 
 
 class Run:
-    """A run that this process may write, until it is closed.
-
-    Made by `create`, `open` or, without the lock and for reading only, `read`.
-    """
+    """A run; `create` and `open` lock it for writing, `read` does not."""
 
     def __init__(self, path: Path, disk: Disk, lock: Lock | None) -> None:
         self.path, self.name = path, path.name
@@ -95,14 +92,14 @@ class Run:
         *,
         disk: Disk | None = None,
     ) -> "Run":
-        """Begin a run that is not there, and lock it.
+        """Create a run and lock it; refuses a name that exists.
 
         Args:
-            root: Where runs are; it is made if its parent is there.
-            name: What it is called; None for a name made of date and time.
+            root: Folder of runs; created if its parent exists.
+            name: Name of the run; None: a generated name.
             config_toml: The resolved configuration.
-            facts: What else `versions.json` should say, such as the random seed.
-            disk: What writes.
+            facts: Additional entries of `versions.json`, such as the random seed.
+            disk: File operations.
         """
         disk = disk or Disk()
         name = invented_name() if name is None else validate_name(name)
@@ -120,7 +117,7 @@ class Run:
                     raise InvalidInputError(
                         f"{short(root.parent)} does not exist; create it first."
                     )
-                with suppress(FileExistsError):  # another run began just now
+                with suppress(FileExistsError):  # another process created it
                     disk.mkdir(root)
                 disk.sync_folder(root.parent)
             if not root.is_dir():
@@ -136,10 +133,10 @@ class Run:
                     disk.create(temporary / file, data)
                     disk.sync_file(temporary / file)
                 disk.sync_folder(temporary)
-                try:  # an empty folder may be replaced, nothing else
+                try:  # only an empty folder may be replaced
                     disk.rename(temporary, path)
                 except OSError as error:
-                    if error.errno not in OCCUPIED:
+                    if error.errno not in OCCUPIED_ERRORS:
                         raise
                     raise RunLockedError(
                         f"{short(path)} exists; choose another name, or resume it."
@@ -153,27 +150,27 @@ class Run:
         return cls(path, disk, lock)
 
     @classmethod
-    def open(cls, path: Path, *, disk: Disk | None = None) -> "Run":
-        """Go on with a run that is there, and lock it."""
-        run = cls.read(path, disk=disk)
+    def open(cls, path: Path) -> "Run":
+        """Open a run and lock it."""
+        run = cls.read(path)
         run._lock = Lock(path)
         return run
 
     @classmethod
-    def read(cls, path: Path, *, disk: Disk | None = None) -> "Run":
-        """Look at a run, also while another process is at work in it."""
+    def read(cls, path: Path) -> "Run":
+        """Open a run for reading, also while another process writes."""
         if not path.is_dir():
             raise InvalidInputError(
                 f"{short(path)} is no run; expected a folder. See esper runs."
             )
         if not (path / CONFIG).is_file():
             raise InvalidInputError(f"{short(path)} is no run: it has no {CONFIG}.")
-        return cls(path, disk or Disk(), None)
+        return cls(path, Disk(), None)
 
     @staticmethod
     def list(root: Path) -> Sequence[RunSummary]:
-        """Every run of a folder, by name; with what is wrong with damaged ones."""
-        if not os.path.isdir(root):  # also of what may not be looked at
+        """Every run of a folder, by name; with the errors of damaged ones."""
+        if not os.path.isdir(root):  # False without permission
             return []
         with storage(root, "list"):
             paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
@@ -181,39 +178,39 @@ class Run:
 
     @property
     def config_toml(self) -> str:
-        """The configuration it was begun with."""
+        """The configuration."""
         return read_text(self.path / CONFIG, disk=self._disk)
 
     @property
     def versions(self) -> dict[str, Any]:
-        """What it was begun with: versions, machine, facts of the caller."""
+        """Versions, machine and other facts from its creation."""
         return self.facts(VERSIONS)
 
     @property
     def kind(self) -> str:
-        """What it does: training, evaluation or ppo."""
+        """Kind of the run: training, evaluation or ppo."""
         return str(self.versions.get("kind", TRAINING))
 
     @property
     def id(self) -> str | None:
-        """What its store must name; None in runs of older versions."""
+        """Id that its store must name; None in runs of older versions."""
         found = self.versions.get("run")
         return found if isinstance(found, str) else None
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """The facts given when it was complete, or None."""
+        """The facts of `finish`, or None."""
         if not (self.path / FINISHED).exists():
             return None
         return self.facts(FINISHED)
 
     def facts(self, name: str) -> dict[str, Any]:
-        """The facts that `write` put into a file."""
+        """The facts in a file of the run."""
         return read_json(self.path / name, self._disk)
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its end, with everything in between."""
+        """Time from its creation to its end, including interruptions."""
         began = datetime.fromisoformat(str(self.versions["began"]))
         return (self.path / FINISHED).stat().st_mtime - began.timestamp()
 
@@ -222,19 +219,19 @@ class Run:
         self.write(FINISHED, facts)
 
     def write(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Put a file of facts into the run, whole or not at all."""
+        """Write a file of facts, whole or not at all."""
         if self._lock is None:
             raise InvalidStateError(
-                f"{short(self.path)} is only read here; use Run.open."
+                f"{short(self.path)} is open for reading only; use Run.open."
             )
         publish(self._disk, self.path / name, _json_bytes(facts))
 
     def checkpoints(self, *, keep: int = 3) -> CheckpointFolder:
-        """Its checkpoints, of which so many of the newest are kept, and the best."""
+        """Its checkpoints, of which the newest `keep` and the best are kept."""
         return CheckpointFolder(self.path / CHECKPOINTS, self._disk, keep=keep)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -247,17 +244,12 @@ class Run:
 
 
 def find_run(text: str, root: Path) -> Path:
-    """The folder of a run.
-
-    Args:
-        text: Its name in `root`, or its folder.
-        root: Where runs are.
-    """
+    """The folder of a run, from its name in `root` or its path."""
     if not text.isprintable() or not text:
         raise InvalidInputError(
             f"expected the name or folder of a run, got {quoted(text)}."
         )
-    # os.path says no of what cannot be looked at; Path would raise.
+    # os.path returns False without permission; Path would raise.
     there = [path for path in (root / text, Path(text)) if os.path.isdir(path)]
     for path in there:
         if os.path.isfile(path / CONFIG):
@@ -271,14 +263,14 @@ def find_run(text: str, root: Path) -> Path:
 
 
 def invented_name(now: datetime | None = None) -> str:
-    """A name that sorts by time and can be pronounced."""
+    """A name of date, time and two words, which sorts by time."""
     now = now or datetime.now(UTC)
-    words = f"{secrets.choice(FIRST)}-{secrets.choice(LAST)}"
+    words = f"{secrets.choice(ADJECTIVES)}-{secrets.choice(TREES)}"
     return f"{now:%Y%m%d-%H%M%S}-{words}"
 
 
 def versions_now(config_toml: str) -> dict[str, Any]:
-    """All that must be equal for a resumed run to go on to the bit."""
+    """Everything that must be equal for a resumed run to be exact to the bit."""
     import numba
     import numpy as np
     import torch
@@ -303,14 +295,10 @@ def versions_now(config_toml: str) -> dict[str, Any]:
 
 
 def checkout_commit(folder: Path | None = None) -> str | None:
-    """The Git commit that this package is checked out at; None if it is installed.
-
-    Args:
-        folder: Of the checkout; None: the one that this file is in, if it is.
-    """
+    """The Git commit of the checkout of this package; None if it is installed."""
     git = (folder or Path(__file__).parents[3]) / ".git"
     try:
-        if git.is_file():  # of a work tree beside others
+        if git.is_file():  # of another work tree
             git = git.parent / git.read_text().removeprefix("gitdir:").strip()
         head = (git / "HEAD").read_text().strip()
         name = head.removeprefix("ref: ")
@@ -330,7 +318,7 @@ def checkout_commit(folder: Path | None = None) -> str | None:
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, of all that must be equal to go on to the bit."""
+    """Differences of versions that prevent an exact resume."""
     return [
         f"{name} was {quoted(str(before.get(name)))} and is {quoted(str(value))}"
         for name, value in now.items()
@@ -354,15 +342,12 @@ def _summary(path: Path) -> RunSummary:
         manifests = run.checkpoints().manifests()
         if len(manifests) != len(run.checkpoints().steps()):
             trouble = "a checkpoint is damaged"
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # ours too; the others are listed all the same
+    except (OSError, ValueError) as error:  # list the other runs anyway
         state, trouble, manifests = "damaged", one_line(str(error)), []
     scores = [entry.score for entry in manifests if entry.score is not None]
     if state == "finished":
-        judged = (run.finished or {}).get("mean")  # an agent, at the end
-        scores += [judged] if isinstance(judged, float) else []
+        mean = (run.finished or {}).get("mean")  # final score of an agent
+        scores += [mean] if isinstance(mean, float) else []
     return RunSummary(
         name=short(Path(path.name)),
         state=state,
@@ -377,17 +362,17 @@ def _size(path: Path) -> int:
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:
-            with suppress(OSError):  # removed since it was listed
+            with suppress(OSError):  # removed since
                 total += os.lstat(Path(folder) / file).st_size
     return total
 
 
 def validate_name(name: str) -> str:
-    """A name that is one safe word of a path on every system, or an error."""
+    """The name, if it is one safe path component on every system."""
     if (
         not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name)
         or name.endswith(".")
-        or name.split(".")[0].lower() in RESERVED
+        or name.split(".")[0].lower() in RESERVED_NAMES
     ):
         raise InvalidInputError(
             f"a run cannot be called {quoted(name)}; use 1 to 64 of a-z, 0-9, '_', "

@@ -1,9 +1,8 @@
-"""What happened to seeds between two observations, for all slots at once.
+"""Events of seeds between two observations, for all slots at once.
 
-Worlds report states, not changes: `events_between` compares two of them. A seed may go
-through several stages within one decision, so that some seem to be left out. Where an
-episode has just ended, what is seen next belongs to another one; what the last decision
-did follows from its action.
+Worlds report states, not changes: `events_between` compares two of them. A seed may
+pass several stages within one decision. After the end of an episode the observation is
+of the next one, so the effect of the last decision is computed from its action.
 """
 
 from typing import Any, Final
@@ -17,16 +16,9 @@ from esper.contracts.slots import SlotStates
 from esper.contracts.stages import NEXT_STAGE, Stage
 
 EVENTS: Final = (
-    "planted",
-    "blending",
-    "holding",
-    "kept",
-    "pruned",
-    "cleared",
-    "aimed",
-    "jumped",
+    *("planted", "blending", "holding", "kept", "pruned", "cleared", "aimed", "jumped"),
 )
-"""What can happen; `aimed`: another alpha to go to; `jumped`: nothing known."""
+"""Kinds of events; `aimed`: another alpha target; `jumped`: any other change."""
 
 _GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
 _NAMED: Final = {
@@ -45,7 +37,7 @@ EVENT_OF: Final = torch.tensor(
         for before in Stage
     ]
 )
-"""What a change of stage is called, int64 [stage, stage]."""
+"""Event of a change of stage, int64 [stage, stage]."""
 ALPHA_TARGETS: Final = torch.tensor([*HEADS[HEAD["alpha_target"]].choices.values()])
 
 
@@ -57,26 +49,21 @@ def events_between(
     actions: Int64[Tensor, "env head"] | None = None,
     illegal: Bool[Tensor, " env"] | None = None,
 ) -> dict[str, list[Any]]:
-    """What happened to every slot in one step, in order of environment and slot.
+    """Events of every slot in one step, in order of environment and slot.
 
     Args:
-        before: What was seen before the decision.
-        after: What is seen next.
-        ended: Where `after` belongs to another episode.
-        actions: The actions; only used where an episode ended, of which nothing is
-            known without them.
+        before: State before the decision.
+        after: State after it.
+        ended: Where `after` is of another episode.
+        actions: The actions, used only where an episode ended.
         illegal: Where the action was not carried out.
 
     Returns:
-        Columns of the store's table `events`; `blueprint` is an index, -1 if there is
-        none; `alpha` is that afterwards, or as last seen where the episode ended.
+        Columns of the store's table `events`. `blueprint` is an index, -1 for none;
+        `alpha` is the value after the step, or the last one of an ended episode.
     """
-    stage, blueprint, target, alpha = (
-        after.stage,
-        after.blueprint,
-        after.alpha_target,
-        after.alpha,
-    )
+    stage, blueprint = after.stage, after.blueprint
+    target, alpha = after.alpha_target, after.alpha
     if ended is not None:
         over = ended.unsqueeze(1)
         last = _last_action(before, actions, illegal)
@@ -113,7 +100,7 @@ def events_between(
 def _last_action(
     before: SlotStates, actions: Tensor | None, illegal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stage, blueprint and alpha target after an action whose outcome was not seen."""
+    """Stage, blueprint and alpha target after an action of an ended episode."""
     if actions is None:
         return before.stage, before.blueprint, before.alpha_target
     device = before.stage.device

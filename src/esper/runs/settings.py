@@ -1,8 +1,8 @@
 """Settings as trees of dataclasses that pydantic validates, and their TOML.
 
-The text below a field is its help. Values are checked when they are made, by a file,
-the command line or Python: strictly, so no text becomes a number. A tree is written as
-TOML and read back equal; None is the word "none" there. Refusals are one line.
+The text below a field is its help. Values from files, the command line and Python are
+validated strictly when a tree is made: no text becomes a number. A tree is written as
+TOML and read back equal; None is written as "none". Errors are one line.
 """
 
 import json
@@ -25,15 +25,15 @@ T = TypeVar("T")
 NONE: Final = "none"
 """None in a file or on the command line."""
 MAX_DOTS: Final = 64
-"""In a line; Python's parser takes minutes over names of many thousand parts."""
+"""Maximum per line; Python's parser takes minutes for names of many parts."""
 MAX_TOML: Final = 1 << 16
-"""Characters of a text."""
+"""Maximum number of characters of a TOML text."""
 MAX_TEXT: Final = 1_000
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are validated; refuses in one line."""
+    """A frozen dataclass with validated fields; errors are one line."""
     made = validated(
         frozen=True,
         kw_only=True,
@@ -52,7 +52,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 def one_of(kind: str, names: Callable[[], Collection[str]]) -> AfterValidator:
-    """Only some names, looked up when they are needed."""
+    """Accept only some names, which are looked up on use."""
 
     def check(name: str) -> str:
         if name not in (known := names()):
@@ -77,10 +77,10 @@ RngSeed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known of one setting, from its annotation and docstring."""
+    """Type and description of one setting."""
 
     type: str
-    """As JSON schema says it: integer, number, string, boolean, array or object."""
+    """JSON schema type: integer, number, string, boolean, array or object."""
     nullable: bool
     description: str
 
@@ -91,8 +91,8 @@ def _adapter(cls: type) -> Any:  # noqa: ANN401
 
 
 def known_settings(cls: type) -> dict[str, Setting]:
-    """Every setting of a tree of dataclasses, by its dotted name."""
-    return _known(cls)
+    """Every setting of a tree of dataclasses, by dotted name."""
+    return _known(cls)  # `cache` hides the signature from type checkers
 
 
 @cache
@@ -115,12 +115,7 @@ def _known(cls: type) -> dict[str, Setting]:
 
 
 def parse_toml(text: str, prefix: str = "") -> dict[str, Any]:
-    """The tables of a text; refuses what would take Python's parser too long.
-
-    Args:
-        text: TOML.
-        prefix: Start of every error message, such as the name of a file.
-    """
+    """The tables of a TOML text; refuses what Python's parser is too slow for."""
     why = ""
     if len(text) > MAX_TOML:
         why = f"more than {MAX_TOML:,} characters"
@@ -137,12 +132,9 @@ def parse_toml(text: str, prefix: str = "") -> dict[str, Any]:
 
 
 def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
-    """The settings in a text, by dotted names; refuses names that are no settings.
+    """The settings in a TOML text, by dotted name; refuses unknown names.
 
-    Args:
-        text: TOML.
-        cls: The dataclass that they belong to.
-        prefix: Start of every error message, such as the name of a file.
+    `prefix`, such as the name of a file, starts every error message.
     """
     todo: list[tuple[str, Any]] = [("", parse_toml(text, prefix))]
     known, found = known_settings(cls), dict[str, Any]()
@@ -168,11 +160,9 @@ def table_of(text: str, cls: type, prefix: str = "") -> dict[str, Any]:
 def parsed_options(
     cls: type, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and origins of options of the command line, as `construct` takes them.
+    """Values and origins of command line options, for `construct`.
 
-    Args:
-        cls: The dataclass that they belong to.
-        options: Texts by dotted names; of a list, one text or several.
+    `options` are texts by dotted name; for a list, one text or several.
     """
     known, found = known_settings(cls), dict[str, Any]()
     for name, given in options.items():
@@ -187,7 +177,7 @@ def parsed_options(
 
 
 def _parsed(kind: str, text: str) -> object:
-    """The value that a text of the command line stands for, or the text itself."""
+    """The value of a command line text, or the text itself."""
     if kind == "string":
         return text
     if kind == "array" and not text.startswith("[") and text != NONE:
@@ -205,12 +195,10 @@ def construct(
     values: Mapping[str, Any],
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """The validated tree; settings that are left out have their defaults.
+    """The validated tree; absent settings have their defaults.
 
-    Args:
-        cls: The dataclass at the top of the tree.
-        values: By dotted names, as `table_of` returns them.
-        origins: Start of the error messages about each, such as the name of a file.
+    `values` are by dotted name, as `table_of` returns them. `origins`, such as names of
+    files, start the error messages about each.
     """
     known = known_settings(cls)
     tree: dict[str, Any] = {}
@@ -221,7 +209,7 @@ def construct(
             node = node.setdefault(part, {})
         node[name] = None if value == NONE and known[dotted].nullable else value
     try:
-        # Only JSON is both strict about numbers and open to tables and lists.
+        # pydantic's JSON mode is strict, but accepts tables and lists.
         text = json.dumps(tree, default=lambda other: {"date": str(other)})
         made: T = _adapter(cast(type, cls)).validate_json(text)
     except RecursionError:
@@ -232,9 +220,9 @@ def construct(
 
 
 def _group_defaults(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the groups of which some setting is given.
+    """Defaults of the groups with a given setting.
 
-    A group may have other defaults here than its class has.
+    They may differ from the defaults of the group's class.
     """
     found: dict[str, Any] = {}
     groups = {name.partition(".")[0] for name in values if "." in name}
@@ -249,12 +237,7 @@ def _group_defaults(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_toml(config: object, *, explain: bool = False) -> str:
-    """All settings as text, including those with default values.
-
-    Args:
-        config: A tree of dataclasses.
-        explain: Whether to write the description of every setting above it.
-    """
+    """All settings as TOML; with `explain`, each below its description."""
     known = known_settings(type(config))
     sections: dict[str, list[str]] = {"": []}
     for name, value in as_flat(config).items():
@@ -267,7 +250,7 @@ def as_toml(config: object, *, explain: bool = False) -> str:
 
 
 def as_flat(config: object, where: str = "") -> dict[str, Any]:
-    """All values of a tree of dataclasses, by dotted names."""
+    """All values of a tree of dataclasses, by dotted name."""
     found: dict[str, Any] = {}
     for item in fields(config):  # type: ignore[arg-type]
         value, name = getattr(config, item.name), f"{where}{item.name}"
@@ -281,27 +264,25 @@ def toml_value(value: object) -> str:
         return f'"{NONE}"'
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):  # DEL is the one sign that JSON leaves and TOML forbids
+    if isinstance(value, str):  # TOML forbids DEL, JSON does not
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
         pairs = (f"{toml_value(k)} = {toml_value(value[k])}" for k in sorted(value))
         return f"{{{', '.join(pairs)}}}"
-    # -0.0 is written as the 0.0 that it equals.
+    # -0.0 is written as 0.0, which equals it.
     return repr(value + 0.0) if isinstance(value, float) else repr(value)
 
 
 def _refusal(
-    cls: type,
-    error: ValidationError,
-    origins: Mapping[str, str] = MappingProxyType({}),
+    cls: type, error: ValidationError, origins: Mapping[str, str] = MappingProxyType({})
 ) -> InvalidInputError:
-    """The first thing that is wrong, in one line."""
+    """The first error, in one line."""
     known = known_settings(cls)
     errors = error.errors(include_url=False)
     first = errors[0]
-    if first["type"] == "json_invalid":  # half of a sign, or hundreds of brackets
+    if first["type"] == "json_invalid":  # a lone surrogate, or hundreds of brackets
         return refusal(f"settings must be plain values; {first['msg']}.")
     where = ""
     for depth, part in enumerate(first["loc"]):  # noqa: B007
@@ -312,7 +293,7 @@ def _refusal(
         depth = len(first["loc"])
     if first["type"] == "value_error":
         text = str(first["ctx"]["error"])
-        # Checks of a whole class begin with the name of the setting that they blame.
+        # Checks of a whole class start with the name of the invalid setting.
         setting = f"{where}.{text.split()[0].strip(':')}".strip(".")
         if setting in known:
             dot = "." if where else ""

@@ -1,17 +1,15 @@
-"""The event store of a run: one SQLite database, written by one process, read by any.
+"""The event store of a run: one SQLite database with one writer and many readers.
 
-Every row but those of `attempts` has (attempt, seq): seq counts the rows of an attempt
-over all tables, from 1 and without holes. `round` is the round that a row belongs to.
-A run that resumes after round r begins another attempt; what earlier attempts wrote of
-rounds beyond r stays, but no longer counts: `live_NAME` shows what counts of NAME.
+Every row except those of `attempts` has (attempt, seq): seq counts the rows of an
+attempt over all tables, from 1 without gaps. A run that resumes after round r begins
+another attempt. Rows of later rounds from earlier attempts stay but no longer count:
+`live_NAME` shows the rows of NAME that count.
 
-Rows are queued and written in one transaction when `flush` is called or a thousand of
-them wait; while the database cannot be written they go on waiting. After a durable
-flush they survive a loss of power, so that a checkpoint that is published after it
-never knows more than the store.
+Rows are queued and written in one transaction, by `flush` or every thousand rows. If
+the database cannot be written, they stay in the queue. A durable flush survives a loss
+of power, so it precedes each checkpoint.
 
-SQLite has no NaN: it stores NULL. So NULL means missing, unless `nans`, the names of
-columns parted by spaces, has the column's name: then the number was NaN.
+SQLite stores NaN as NULL. NULL means missing, unless the column's name is in `nans`.
 """
 
 import json
@@ -46,10 +44,10 @@ from esper.runs.database import (
 )
 from esper.runs.records import EvalResult, RoundRecord
 
-BATCH: Final = 1_000
-"""Rows that wait before they are written unasked."""
+FLUSH_ROWS: Final = 1_000
+"""Number of queued rows that starts a write."""
 MAX_TEXT: Final = 10_000
-"""Characters of a text that are kept."""
+"""Maximum length of a text; the rest is cut."""
 DUCKDB_TYPES: Final = {"INTEGER": "BIGINT", "REAL": "DOUBLE", "TEXT": "VARCHAR"}
 
 Format = Literal["parquet", "csv"]
@@ -59,19 +57,14 @@ Row = tuple[Any, ...]
 
 
 class Store:
-    """Writes what a run does; `begin_attempt` comes first.
-
-    Args:
-        path: The database; it is made if there is none.
-        run: Id of the run that it belongs to.
-    """
+    """Writes the events of a run; call `begin_attempt` first."""
 
     def __init__(self, path: Path | str, run: str | None = None) -> None:
         self.path, self._run = Path(path), run
         self.warnings: list[str] = []
-        """What a user should know of it, one line each."""
+        """Warnings for the user, one line each."""
         self._queue: list[tuple[str, list[Row]]] = []
-        self._waiting, self._retry_at = 0, BATCH
+        self._waiting, self._retry_at = 0, FLUSH_ROWS
         self._attempt = self._seq = 0
         self._db = open_writer(self.path, run)
         self._file = os.stat(self.path).st_ino
@@ -84,23 +77,12 @@ class Store:
         self.close()
 
     def begin_attempt(
-        self,
-        resume_round: int | None = None,
-        versions: Mapping[str, str] | None = None,
+        self, resume_round: int | None = None, versions: Mapping[str, str] | None = None
     ) -> int:
-        """Start to write; what others wrote beyond `resume_round` no longer counts.
+        """Start an attempt and return its number, from 1.
 
-        Args:
-            resume_round: The round that the run goes on from; None: from the start.
-            versions: What it runs on.
-
-        Returns:
-            The number of the attempt, from 1.
+        Earlier rows of rounds after `resume_round` no longer count. None: no row does.
         """
-        if self._attempt:
-            raise InvalidStateError(
-                "begin_attempt() was called before; open another Store."
-            )
         keeps = -1 if resume_round is None else resume_round
         started = datetime.now(UTC).isoformat(timespec="seconds")
         about = {**(versions or {})} | ({"run": self._run} if self._run else {})
@@ -123,7 +105,7 @@ class Store:
         try:
             self._attempt, known = patiently(begin)
         except sqlite3.DatabaseError as error:
-            raise self._trouble(error) from None
+            raise self._error(error) from None
         if (lost := keeps - known) > 0:
             text = f"{lost} of the rounds 1 to {keeps} are not in this store"
             self.add_note(keeps, "gap", text)
@@ -131,17 +113,12 @@ class Store:
         return self._attempt
 
     def add(self, table: str, **columns: Column) -> None:
-        """Queue rows of one table; refuses before anything is changed.
+        """Queue rows of one table: one value per row and column, or one for all rows.
 
-        Args:
-            table: One of `database.TABLES`.
-            columns: `round` and others of the table's columns: a value for each row,
-                or one for all; None, like a column that is left out, is missing.
+        None and absent columns are missing values.
         """
         if not self._attempt:
-            raise InvalidStateError(
-                "rows came before begin_attempt(); call that first."
-            )
+            raise InvalidStateError("call begin_attempt() before adding rows.")
         unknown = columns.keys() - self._columns[table].keys()
         if unknown:
             raise InvalidInputError(
@@ -154,7 +131,7 @@ class Store:
             self.flush(durable=False)
 
     def add_round(self, record: RoundRecord) -> None:
-        """One round and its update, head by head."""
+        """Add a round and its update, head by head."""
         figures = asdict(record)
         del figures["rounds"]
         update = figures.pop("update")
@@ -166,15 +143,15 @@ class Store:
             self.add("heads", round=record.round, head=[*heads], **each)
 
     def add_evaluation(
-        self, judged: EvalResult, *, round: int, stage: str, controller: str, task: str
+        self, result: EvalResult, *, round: int, stage: str, controller: str, task: str
     ) -> None:
-        """What became of every host under one controller."""
-        figures = {item.name: getattr(judged, item.name) for item in fields(judged)}
+        """Add the result of one controller, host by host."""
+        figures = {item.name: getattr(result, item.name) for item in fields(result)}
         figures["return"] = figures.pop("returns")
         del figures["stops"]
         self.add(
             "evaluations",
-            host=range(len(judged.returns)),
+            host=range(len(result.returns)),
             round=round,
             stage=stage,
             controller=controller,
@@ -183,33 +160,26 @@ class Store:
         )
 
     def add_note(self, round: int, kind: str, text: str) -> None:
-        """Something worth saying in words."""
+        """Add a remark in words."""
         self.add("notes", round=round, kind=kind, text=text)
 
     def add_note_once(self, round: int, kind: str, text: str) -> None:
-        """The same, durably, unless an interrupted attempt has written it."""
+        """Add a remark durably, unless an earlier attempt has added one of its kind."""
         query = "SELECT count(*) FROM live_notes WHERE kind = ?"
         try:
             known = patiently(lambda: self._db.execute(query, (kind,)).fetchone()[0])
         except sqlite3.DatabaseError as error:
-            raise self._trouble(error) from None
+            raise self._error(error) from None
         if not known:
             self.add_note(round, kind, text)
             self.flush()
 
     def flush(self, *, durable: bool = True) -> int:
-        """Write all that waits.
+        """Write all queued rows; return the number of rows of this attempt.
 
-        Args:
-            durable: Whether it must survive a loss of power. Raises StorageError if
-                it cannot; nothing is lost then, and may be tried again. If not durable,
-                the rows go on waiting.
-
-        Returns:
-            Rows of this attempt that are written.
+        A durable flush survives a loss of power, and raises StorageError if the rows
+        cannot be written. They stay in the queue then.
         """
-        if not self._attempt:
-            raise InvalidStateError("flush() before begin_attempt(); call that first.")
         try:
             if durable:
                 patiently(lambda: self._write(durable=True))
@@ -218,13 +188,13 @@ class Store:
         except sqlite3.IntegrityError:
             raise
         except (sqlite3.DatabaseError, OSError) as error:
-            self._retry_at = self._waiting + BATCH
+            self._retry_at = self._waiting + FLUSH_ROWS
             if durable:
-                raise self._trouble(error) from None
+                raise self._error(error) from None
         return self._seq
 
     def close(self) -> None:
-        """Write all that waits, durably, and let go of the file."""
+        """Flush durably and close the database."""
         try:
             if self._attempt:
                 self.flush()
@@ -232,18 +202,14 @@ class Store:
             self._db.close()
 
     def _rows(self, table: str, columns: Mapping[str, Column]) -> list[Row]:
-        """Rows in the order of the table's columns, but for attempt and seq."""
-        given = {name: _listed(name, value) for name, value in columns.items()}
+        """Rows in the order of the table's columns, without attempt and seq."""
+        given = {name: _listed(value) for name, value in columns.items()}
         counts = [len(value) for value in given.values() if isinstance(value, list)]
         count = counts[0] if counts else 1
         marks: list[list[str]] = [[] for _ in range(count)]
         for name, values in given.items():
             if not isinstance(values, list):
                 given[name] = values = [values] * count
-            if len(values) != count:
-                raise InvalidInputError(
-                    f"{name} must have {count} values, got {len(values)}."
-                )
             if any(map(ne, values, values)):  # only NaN differs from itself
                 for mark, value in zip(marks, values, strict=True):
                     if value != value:
@@ -254,7 +220,7 @@ class Store:
         return [*zip(*(given.get(name, missing) for name in names), strict=True)]
 
     def _write(self, *, durable: bool) -> None:
-        """One transaction with all that waits; a full sync makes it durable."""
+        """Write the queue in one transaction; a full sync makes it durable."""
         if durable and os.stat(self.path).st_ino != self._file:
             raise OSError("it was replaced by another file")
         rows: dict[str, list[Row]] = {}
@@ -270,30 +236,26 @@ class Store:
             for table, lines in rows.items():
                 marks = ", ".join("?" * len(self._columns[table]))
                 self._db.executemany(f"INSERT INTO {table} VALUES ({marks})", lines)
-            # Changes a page even if nothing waits: no commit, no sync.
+            # An empty transaction would not be synced; this changes a page.
             self._db.execute(
                 "UPDATE attempts SET rows = ? WHERE attempt = ?", (seq, self._attempt)
             )
         self._seq = seq
         self._queue.clear()
-        self._waiting, self._retry_at = 0, BATCH
+        self._waiting, self._retry_at = 0, FLUSH_ROWS
 
-    def _trouble(self, error: Exception) -> StorageError:
+    def _error(self, error: Exception) -> StorageError:
         return StorageError(
             f"cannot write {self.path}: {error}; {self._waiting} rows wait. Free disk "
             "space, or stop other processes that use the file."
         )
 
 
-def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
+def _listed(value: Column) -> Any:  # noqa: ANN401
     """A list with a value for each row, or the one value of all."""
     if isinstance(value, str):
         return _clean(value)
     if isinstance(value, Tensor | np.ndarray):
-        if value.ndim != 1:
-            raise InvalidInputError(
-                f"{name} must have one axis, got shape {(*value.shape,)}."
-            )
         return value.tolist()
     if isinstance(value, Sequence):
         return [_clean(each) if isinstance(each, str) else each for each in value]
@@ -301,19 +263,14 @@ def _listed(name: str, value: Column) -> Any:  # noqa: ANN401
 
 
 def _clean(text: str) -> str:
-    # SQLite takes no lone surrogates, and nobody reads a novel in a column.
+    # SQLite refuses lone surrogates.
     if len(text) <= MAX_TEXT and text.isascii():
         return text
     return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
 
 
 def usable_store(path: Path, run: str | None) -> Store:
-    """The store of a run that goes on; one that is damaged is moved aside.
-
-    Args:
-        path: The database.
-        run: Id of the run.
-    """
+    """The store of a resumed run; a damaged one is renamed and replaced."""
     try:
         return Store(path, run)
     except DamagedStoreError as error:
@@ -333,18 +290,11 @@ def usable_store(path: Path, run: str | None) -> Store:
 def export(
     path: Path | str, folder: Path | str, kind: Format = "parquet"
 ) -> list[Path]:
-    """Write what counts of every table to a file of its own.
+    """Write the rows that count of every table to a file of its own.
 
-    Args:
-        path: The database of a run.
-        folder: Where to; it is made, and must not hold files of these names.
-        kind: "parquet" (needs DuckDB) or "csv".
-
-    Returns:
-        The files.
+    The folder is created; it must not contain files of these names. Parquet needs
+    DuckDB.
     """
-    if kind not in ("parquet", "csv"):
-        raise InvalidInputError(f"kind must be 'parquet' or 'csv', got {kind!r}.")
     duckdb = _duckdb() if kind == "parquet" else None
     folder, db = Path(folder), open_store(path, seconds=DEADLINE)
     try:
@@ -355,7 +305,7 @@ def export(
                 f"{folder} already has {taken[0]}; name another folder."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        db.execute("BEGIN")  # all tables as of one moment
+        db.execute("BEGIN")  # one snapshot for all tables
         for table, file in zip(TABLES, files, strict=True):
             draft = folder / f".{table}.csv"
             types = _write_csv(db, table, draft)
@@ -379,7 +329,7 @@ def export(
 
 
 def _write_csv(db: sqlite3.Connection, table: str, file: Path) -> dict[str, str]:
-    """Write one table; return its columns with their types."""
+    """Write one table; return its columns and their types."""
     types = columns_of(db, table)
     del types["nans"]
     with file.open("w", encoding="utf-8", newline="") as out:
@@ -396,7 +346,7 @@ def _cell(value: object) -> str:
 
 
 def _pack(duckdb: Any, csv: Path, parquet: Path, types: dict[str, str]) -> None:  # noqa: ANN401
-    """Have DuckDB read one file and write the other."""
+    """Convert a CSV file to Parquet with DuckDB."""
     kinds = ", ".join(f"'{name}': '{DUCKDB_TYPES[t]}'" for name, t in types.items())
     source, target = (str(file).replace("'", "''") for file in (csv, parquet))
     try:

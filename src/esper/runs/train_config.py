@@ -3,7 +3,7 @@
     TrainConfig(tasks=("letter",), budget=Budget(minutes=5))
     resolve({"preset": "quick", "learner.ppo.learning_rate": "1e-3"})
 
-`resolve` layers a preset, files on top of it and options on top of both.
+`resolve` layers a preset, files and options; the later ones win.
 """
 
 import hashlib
@@ -17,12 +17,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from esper.contracts.actions import HEAD_NAMES
-from esper.contracts.messages import (
-    quoted,
-    refusal,
-    short,
-    unknown,
-)
+from esper.contracts.messages import quoted, refusal, short, unknown
 from esper.environment.settings import WorldSettings
 from esper.files import read_text
 from esper.runs.records import ENDLESS, LADDER, STATIC
@@ -47,9 +42,9 @@ from esper.tamiyo.policy.network import PolicyConfig
 World = WorldSettings
 
 FAMILY: Final = "family"
-"""The task that is many: each drawn at random, see `esper.tasks.family`."""
+"""A family of tasks, each drawn at random, see `esper.tasks.family`."""
 SIMULATED: Final = "simulated"
-"""The task that is no network: a formula, a thousand times as fast."""
+"""A world without networks: a formula, a thousand times as fast."""
 WARM: Final = "warm"
 """Start from a policy pretrained on the simulated world."""
 RECORDINGS: Final = "recordings"
@@ -119,7 +114,7 @@ class Budget:
             raise refusal("set at least one of rounds, minutes and env_steps.")
 
     def rounds_of(self, env_steps: int) -> int:
-        """Rounds that it allows for, time aside, if each takes so many decisions."""
+        """Maximum number of rounds, if each takes `env_steps` decisions."""
         rounds = ENDLESS if self.rounds is None else self.rounds
         if self.env_steps is not None:
             rounds = min(rounds, ceil(self.env_steps / env_steps))
@@ -140,8 +135,7 @@ class Learner:
     their initial value."""
     ppo: PPOConfig = field(
         default_factory=lambda: PPOConfig(
-            # What a decision is worth is small against the noise of a training: few
-            # and small steps on all episodes at once, or the policy drifts away.
+            # Returns are noisy: few and small steps on all episodes at once.
             learning_rate=1e-3,
             epochs=2,
             minibatches=1,
@@ -155,7 +149,7 @@ class Learner:
     """The size and kind of the policy."""
 
     def __post_init__(self) -> None:
-        """Refuse what the learner's own classes let through."""
+        """Check limits that the learner's own classes do not have."""
         check_limits("ppo", self.ppo)
         check_limits("policy", self.policy)
         self.ppo.require_heads(*HEAD_NAMES)
@@ -268,7 +262,7 @@ class TrainConfig:
 
     @property
     def simulated(self) -> bool:
-        """Whether the world is a formula, without hosts."""
+        """Whether the world is simulated."""
         return SIMULATED in self.tasks
 
     @property
@@ -287,7 +281,7 @@ class TrainConfig:
 
 
 def require_distinct(what: str, names: Collection[Any]) -> None:
-    """Refuse an empty list and one with repetitions."""
+    """Refuse an empty list and repetitions."""
     if not names:
         raise refusal(f"{what} is empty; name at least one.")
     seen = set()
@@ -298,7 +292,7 @@ def require_distinct(what: str, names: Collection[Any]) -> None:
 
 
 def check_limits(where: str, config: object) -> None:
-    """Refuse values that time and memory do not allow, and numbers that are none."""
+    """Refuse values above `LIMITS` and numbers that are not finite."""
     for item in fields(config):  # type: ignore[arg-type]
         name, value = f"{where}.{item.name}", getattr(config, item.name)
         limit = LIMITS.get(item.name)
@@ -312,8 +306,8 @@ def check_limits(where: str, config: object) -> None:
 
 
 DEFAULT: Final = "default"
-MAX_BYTES: Final = 1 << 16
-"""Of a file of settings."""
+MAX_CONFIG_BYTES: Final = 1 << 16
+"""Maximum size of a settings file."""
 _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
     "quick": {
         "start_from": None,
@@ -337,7 +331,7 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "start_from": RECORDINGS,
         "recordings": 270,
         "budget.rounds": 30,
-        # The right answer differs from episode to episode, and can be seen.
+        # The best action differs between episodes and can be observed.
         "world.slots": 6,
         "world.rent": (0.001, 0.1),
         "world.budget": (0.5, 15.0),
@@ -359,40 +353,40 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
         "learner.ppo.epochs": 4,
         "learner.ppo.minibatches": 4,
         "learner.ppo.entropy_coef": 0.02,
-        # Most random sentences do harm, so waiting looks best before the others are
-        # learned: op and blueprint must be tried for longer.
+        # Most random actions do harm, so waiting looks best at first. Op and
+        # blueprint need more exploration.
         "learner.ppo.head_entropy": {"op": 0.15, "blueprint": 0.1},
         "checkpoint.every": 70,
     },
 }
-"""What presets change of the defaults."""
+"""Differences of the presets from the defaults."""
 PRESETS: Final[Mapping[str, TrainConfig]] = {
     name: construct(TrainConfig, as_flat(TrainConfig()) | changes)
     for name, changes in _CHANGES.items()
 }
-"""On two cores about a minute; five; half an hour; ten on a family of drawn tasks;
-three on the simulated world."""
+"""Duration on two cores: quick a minute, default five, thorough thirty, family ten,
+simulated three."""
 
 
 def preset(name: str) -> TrainConfig:
-    """The configuration of this name."""
+    """The preset of this name."""
     if name not in PRESETS:
         raise unknown("there is no preset", name, PRESETS)
     return PRESETS[name]
 
 
 def from_toml(text: str) -> TrainConfig:
-    """The configuration that a text describes; what it leaves out has its default."""
+    """The configuration in a TOML text; absent settings have their defaults."""
     return construct(TrainConfig, table_of(text, TrainConfig))
 
 
 def digest(config: TrainConfig) -> str:
-    """SHA-256: equal for equal configurations, and only for them."""
+    """SHA-256 of the configuration."""
     return hashlib.sha256(as_toml(config).encode()).hexdigest()
 
 
 def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConfig:
-    """Layer preset, files and options.
+    """Combine a preset, files and options.
 
     Args:
         options: Texts by dotted names of settings; "preset" is the name of one and
@@ -405,12 +399,12 @@ def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConf
     origins: dict[str, str] = {}
     for file in texts.pop("config", ()):
         prefix = f"{short(Path(file))}: "
-        table = table_of(read_text(Path(file), MAX_BYTES), TrainConfig, prefix)
+        table = table_of(read_text(Path(file), MAX_CONFIG_BYTES), TrainConfig, prefix)
         given |= table
         origins |= dict.fromkeys(table, prefix)
     values, flags = parsed_options(TrainConfig, texts)
     given, origins = given | values, origins | flags
-    # Whoever asks for minutes or steps does not mean the preset's rounds too.
+    # A given limit of minutes or steps replaces the preset's rounds.
     others = (given.get("budget.minutes"), given.get("budget.env_steps"))
     if "budget.rounds" not in given and any(o not in (None, NONE) for o in others):
         given["budget.rounds"] = None

@@ -16,13 +16,12 @@ from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
     Job,
     notes_on,
+    run_validation_job,
     stored_results,
-    watch_job,
 )
 from esper.files import Disk, discard
 from esper.runs.controllers import (
     POLICY,
-    Learned,
     find_controller,
     load_controller,
     policy_shapes,
@@ -42,7 +41,7 @@ from esper.runs.store import Store, usable_store
 from esper.runs.train_config import RECORDINGS, WARM, TrainConfig, digest, from_toml
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.shipped import weightless_policy
+from esper.tamiyo.shipped import TrainedController, weightless_policy
 from esper.training.callbacks import (
     LEARNED,
     Checkpoint,
@@ -287,17 +286,19 @@ def _start_from(config: TrainConfig, run: Run, trainer: Trainer) -> None:
 
 def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
     """Results of the policy on the hosts that choose the best checkpoint."""
-    learned = Learned(LEARNED, config.learner.policy, dict(policy.state_dict()))
+    learned = TrainedController(
+        LEARNED, config.learner.policy, dict(policy.state_dict())
+    )
     jobs = [
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)
     ]
-    results = workers.run(watch_job, jobs, learned, about=Job.about)
+    results = workers.run(run_validation_job, jobs, learned, about=Job.about)
     return {job.task.name: judged for job, judged in zip(jobs, results, strict=True)}
 
 
 def jobs_left(
-    config: TrainConfig, best: Learned, done: Collection[tuple[str, str]]
+    config: TrainConfig, best: TrainedController, done: Collection[tuple[str, str]]
 ) -> list[Job]:
     """What is left to evaluate, and the policy again if static arms wait for it."""
     arms, jobs = (LEARNED, *config.evaluation.controllers), []

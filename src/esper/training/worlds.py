@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
-from esper.runs.streams import stream_seed
+from esper.runs.streams import STAGE_KEYS, stream_seed
 from esper.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def _task(config: "TrainConfig", number: int, stage: str, drawing: int) -> Task:
     if not config.family:
         return find_task(config.tasks[number])
     seed = config.rng_seed if stage == TRAINING else 0
-    return drawn_task(stream_seed(seed, f"family, {stage}, {drawing}"), number)
+    key = f"family, {STAGE_KEYS[stage]}, {drawing}"
+    return drawn_task(stream_seed(seed, key), number)
 
 
 def check_worlds(config: "TrainConfig") -> list[VectorWorld]:

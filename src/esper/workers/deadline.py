@@ -1,12 +1,12 @@
-"""A deadline for calls of code that is not ours, such as environments.
+"""A time limit for calls of foreign code, such as environments.
 
     with Watch():
         timed(env.step, "step() of Mine-v0", 120.0, "--timeout")
 
-While a `Watch` is entered, a signal interrupts a call that takes too long. A process
-that waits for this one also sees the call, and can end this process if the call cannot
-be interrupted (`Watch.overdue`). Without a `Watch` calls are not timed: a program that
-uses Esper as a library gets no signal handler.
+Inside of a `Watch`, a signal interrupts a call that takes too long. The parent process
+sees the call too, and can kill this process if the call cannot be interrupted
+(`Watch.overdue`). Without a `Watch` calls are not timed, so a program that uses Esper
+as a library gets no signal handler.
 """
 
 import os
@@ -22,15 +22,15 @@ from esper.contracts.messages import one_line
 
 T = TypeVar("T")
 TIMEOUT: Final = 120.0
-"""Seconds that a call may take by default."""
+"""Default limit of a call in seconds."""
 TICK: Final = 0.25
-"""Seconds between two looks at the call."""
+"""Seconds between two checks."""
 GRACE: Final = 5.0
-"""Seconds more for a call that was interrupted."""
+"""Additional seconds for a call that was interrupted."""
 CALL: Final = Struct("<QdH")
-"""Number of the call under way (0: none), its seconds, and length of the text."""
+"""Number of the current call (0: none), its limit, and the length of its text."""
 DONE: Final = 512
-"""Where it is noted that a command returned."""
+"""Offset of the flag that a command returned."""
 _watch: "Watch | None" = None
 
 
@@ -39,7 +39,7 @@ class TimedOut(BaseException):
 
 
 class Watch:
-    """Interrupts calls that take too long; memory is shared with forks."""
+    """Interrupts calls that take too long; its memory is shared with forks."""
 
     def __init__(self) -> None:
         self._shared = mmap(-1, DONE + 1)
@@ -51,7 +51,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         global _watch
-        if current_thread() is main_thread():  # only there can signals be caught
+        if current_thread() is main_thread():  # others cannot catch signals
             self._pid, _watch = os.getpid(), self
             self._before = signal.signal(signal.SIGALRM, self._tick)
             self._timer = signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
@@ -67,11 +67,11 @@ class Watch:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process entered it, and no call is under way."""
+        """Whether this process entered it and no call is active."""
         return self._pid == os.getpid() and not self._limit
 
     def begin(self, line: str, seconds: float) -> None:
-        """Time a call from now on; `line` is printed if it cannot be interrupted."""
+        """Start the time of a call; `line` is printed if it cannot be interrupted."""
         text = one_line(line, 160).encode(errors="replace")[: DONE - CALL.size]
         self._calls += 1
         self._shared[CALL.size : CALL.size + len(text)] = text
@@ -79,19 +79,19 @@ class Watch:
         self._limit, self._spent = seconds, 0.0
 
     def end(self) -> None:
-        """The call returned."""
+        """Stop the time of the call."""
         self._limit = 0.0
         CALL.pack_into(self._shared, 0, 0, 0.0, 0)
 
     def _tick(self, number: int, frame: object) -> None:
-        """Count ticks, not time: a process that was stopped did not hang."""
+        """Count ticks instead of time, so that a suspended process is not late."""
         if self._limit and _watch is self:
             self._spent += TICK
             if self._spent > self._limit:
                 raise TimedOut
 
     def overdue(self) -> str | None:
-        """A line about a call that could not be interrupted; ask once every `TICK`."""
+        """The line of a call that could not be interrupted; call once every `TICK`."""
         call, seconds, length = CALL.unpack_from(self._shared)
         same = call and call == self._seen
         self._seen, self._waited = call, self._waited + TICK if same else 0.0
@@ -102,7 +102,7 @@ class Watch:
 
     @property
     def done(self) -> bool:
-        """Whether a command returned; an environment may have ended its process."""
+        """Whether a command returned; an environment may exit the process."""
         return self._shared[DONE] == 1
 
     @done.setter
@@ -111,13 +111,9 @@ class Watch:
 
 
 def timed(call: Callable[[], T], what: str, seconds: float, option: str) -> T:
-    """The result of a call, or `WorkersError` if it takes too long.
+    """The result of a call; raises `WorkersError` if it takes too long.
 
-    Args:
-        call: What may hang.
-        what: Its name, for the error.
-        seconds: How long it may take.
-        option: What allows it more time, for the error.
+    `what` and `option`, which sets the limit, are named in the error.
     """
     watch = _watch
     if watch is None or not watch.is_mine:
@@ -133,5 +129,5 @@ def timed(call: Callable[[], T], what: str, seconds: float, option: str) -> T:
 
 
 def late(what: str, seconds: float, option: str) -> str:
-    """The error about a call that takes too long."""
+    """The error message for a call that takes too long."""
     return f"{what} did not return in {seconds:g} s. Fix it, or increase {option}."

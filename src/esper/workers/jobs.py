@@ -1,26 +1,19 @@
-"""Jobs that are done here, by processes, or by the machines of a Ray cluster.
+"""Jobs, and workers that run them here or elsewhere.
 
-A job is a function of two values, what all jobs share and its own, and of nothing else.
-So it does not matter who does it, nor how often: a job whose worker died, did not
-answer in time or answered nonsense is given to another one, three times at most.
-Results come in the order of the jobs. Values travel as numpy arrays.
-
-Workers ignore Ctrl-C, so that only their parent reacts to it, and the system ends them
-when their parent is gone.
+A job is a pure function of two values: one that all jobs share and one of its own. So
+any worker may run it, and more than once. A job whose worker died, was late or returned
+an invalid result is given to another worker, up to three times. Results come in the
+order of the jobs. Tensors travel as numpy arrays.
 """
 
-import ctypes
 import os
 import signal
 import sys
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from multiprocessing import active_children, get_context
 from operator import is_not
 from threading import current_thread, main_thread
 from time import monotonic
@@ -40,24 +33,22 @@ Result = TypeVar("Result")
 
 TRIES: Final = 3
 """How often a job is tried."""
-AHEAD: Final = 4
-"""Jobs per worker that may be done before the result of the first is taken."""
+JOBS_AHEAD: Final = 4
+"""Jobs per worker that may run before the result of the first is used."""
 DEADLINE: Final = 600.0
-"""Seconds within which a worker must have done a job by default."""
-START: Final = 120.0
-"""Seconds more for a worker that is only being started."""
-PAUSE: Final = 0.5
-"""Seconds between two looks at deadlines and at the stop condition."""
-SET_DEATH_SIGNAL: Final = 1
-"""What Linux calls PR_SET_PDEATHSIG."""
+"""Default limit of a job's time in seconds."""
+START_SECONDS: Final = 120.0
+"""Additional seconds for a worker that is still starting."""
+POLL_SECONDS: Final = 0.5
+"""Seconds between two checks of deadlines and of the stop condition."""
 
 
 class Workers:
-    """Does jobs; this one does them here, one after the other."""
+    """Runs jobs; this class runs them in this process, one after the other."""
 
     @property
     def active_jobs(self) -> Sequence[str]:
-        """What each other process is doing now."""
+        """Descriptions of the jobs that run in other processes."""
         return ()
 
     def run(
@@ -73,12 +64,12 @@ class Workers:
         """The result of every job, in order.
 
         Args:
-            function: Does a job; of a module, if others are to do it.
-            jobs: What its second argument is, one after the other.
-            shared: What its first argument is, for all jobs.
+            function: Runs a job; must be defined at the top of a module.
+            jobs: Its second argument, one for each call.
+            shared: Its first argument, the same for all jobs.
             about: Describes a job in error messages.
-            check: Raises an `EsperError` if a worker's result cannot be one.
-            stop: Asked every now and then; if it says so, there are no more results.
+            check: Raises an `EsperError` if a worker's result is invalid.
+            stop: Called often; there are no more results once it returns True.
         """
         for job in jobs:
             if stop():
@@ -99,7 +90,7 @@ class Workers:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch with one thread, as workers have it: sums depend on how they are split."""
+    """Run torch on one thread, as workers do; the number of threads changes sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,88 +102,80 @@ def one_thread() -> Iterator[None]:
 def workers(
     count: int, *, ray: str | None = None, deadline: float = DEADLINE
 ) -> Workers:
-    """So many workers; 0: none, all is done here.
+    """Workers of the kind that the arguments ask for.
 
-    Args:
-        count: How many; on a Ray cluster 0 is one for each of its cores.
-        ray: The address of a Ray cluster, or "local" to start one.
-        deadline: Seconds that a job may take.
+    With count 0, jobs run here, or on all cores of the Ray cluster at the address `ray`
+    ("local" starts one). A job may take `deadline` seconds.
     """
     if ray is not None:
         from esper.workers.ray import RayWorkers
 
         return RayWorkers(count, ray, deadline)
-    return Processes(count, deadline) if count else Workers()
+    if not count:
+        return Workers()
+    from esper.workers.processes import Processes
+
+    return Processes(count, deadline)
 
 
 def available_cores() -> int:
-    """Cores that this process may use; 0 if there is only one."""
+    """Number of cores that this process may use; 0 if there is only one."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return count if count and count > 1 else 0
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Workers elsewhere.
+class JobFailed(Exception):  # noqa: N818
+    """A worker has no result; the job should be tried again."""
+
 
 Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """A job that a worker is doing."""
-
+class _ActiveJob:
     number: int
-    what: str
-    until: float
-    """When it is late."""
-
-
-class JobFailed(Exception):  # noqa: N818
-    """Why there is no result."""
+    about: str
+    deadline: float
 
 
 class Pool(Workers, Generic[Handle]):
-    """Gives jobs to workers, and again if they are lost.
-
-    Args:
-        count: Jobs at the same time.
-        deadline: Seconds that a job may take.
-    """
+    """Gives `count` jobs at a time to workers, and again if they fail."""
 
     def __init__(self, count: int, deadline: float) -> None:
         self.count, self.deadline = count, deadline
-        self._given: dict[Handle, _Given] = {}
+        self._active: dict[Handle, _ActiveJob] = {}
 
     @property
     def active_jobs(self) -> Sequence[str]:
-        """What each worker is doing now."""
-        return [each.what for each in self._given.values()]
+        """Descriptions of the jobs that run now."""
+        return [job.about for job in self._active.values()]
 
     @abstractmethod
     def _share(self, shared: object) -> Any:  # noqa: ANN401
-        """What workers are given for what all jobs share."""
+        """Prepare the shared value for `_submit`."""
 
     @abstractmethod
-    def _give(
+    def _submit(
         self, function: Callable[..., Any], shared: object, job: object
     ) -> tuple[Handle, float]:
-        """Give a job to a worker; with seconds that it has besides the deadline."""
+        """Start a job; return its handle and seconds to add to its deadline."""
 
     @abstractmethod
-    def _ended(self, given: Collection[Handle]) -> Collection[Handle]:
-        """The jobs that have ended, after a while at most."""
+    def _ended(self, handles: Collection[Handle]) -> Collection[Handle]:
+        """The jobs that have ended; waits at most `POLL_SECONDS` for one."""
 
     @abstractmethod
     def _result(self, handle: Handle) -> object:
-        """The result of a job that has ended, or its error; `JobFailed` if none."""
+        """The result of a job that has ended; raises its error, or `JobFailed`."""
 
     @abstractmethod
     def _abandon(self, handle: Handle) -> None:
-        """End the worker that does a job."""
+        """End the worker that runs a job."""
 
     def run(
         self,
@@ -204,66 +187,68 @@ class Pool(Workers, Generic[Handle]):
         check: Callable[[Job, Result], object] = lambda job, result: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Result]:
-        """As for all workers."""
-        if len(jobs) == 1:  # another process would only add the way there
+        """See `Workers.run`."""
+        if len(jobs) == 1:  # transport would only add time
             yield from super().run(function, jobs, shared, stop=stop)
             return
         common = self._share(packed(shared))
-        waiting, lost = deque(range(len(jobs))), Counter[int]()
-        given = self._given = {}
+        waiting, failures = deque(range(len(jobs))), Counter[int]()
+        active = self._active = {}
         results: dict[int, Result | EsperError] = {}
 
-        def give_again(number: int, why: str) -> None:
-            lost[number] += 1
-            if lost[number] == TRIES:
+        def retry(number: int, why: str) -> None:
+            failures[number] += 1
+            if failures[number] == TRIES:
                 raise WorkersError(
                     one_line(f"{about(jobs[number])}: tried {TRIES} times; {why}")
                 )
             waiting.appendleft(number)
 
-        def take(handle: Handle) -> None:
-            number = given.pop(handle).number
+        def receive(handle: Handle) -> None:
+            number = active.pop(handle).number
             try:
                 result: Any = unpacked(self._result(handle))
             except JobFailed as error:
-                give_again(number, str(error))
+                retry(number, str(error))
                 return
-            except EsperError as error:  # on any worker; raised in its turn
+            except EsperError as error:  # the same on any worker; raised in order
                 results[number] = error
                 return
             try:
                 check(jobs[number], result)
             except EsperError as error:
-                give_again(number, f"a worker's answer was refused: {error}")
+                retry(number, f"a worker's answer was refused: {error}")
                 return
             results[number] = result
 
-        def give() -> None:
+        def submit() -> None:
             while (
                 waiting
-                and len(given) < self.count
-                and waiting[0] < number + AHEAD * self.count
+                and len(active) < self.count
+                and waiting[0] < number + JOBS_AHEAD * self.count
             ):
                 next_ = waiting.popleft()
                 job = jobs[next_]
-                handle, more = self._give(function, common, packed(job))
-                until = monotonic() + self.deadline + more
-                given[handle] = _Given(next_, about(job), until)
+                handle, more = self._submit(function, common, packed(job))
+                deadline = monotonic() + self.deadline + more
+                active[handle] = _ActiveJob(next_, about(job), deadline)
 
         try:
             for number in range(len(jobs)):
                 while not stop():
-                    give()  # also with a result: workers do not wait for its use
+                    submit()  # also with a result, so that workers do not idle
                     if number in results:
                         break
-                    for handle in self._ended([*given]):
-                        take(handle)
+                    for handle in self._ended([*active]):
+                        receive(handle)
                     now = monotonic()
-                    for handle in [each for each in given if given[each].until < now]:
-                        late = given.pop(handle).number
+                    for handle in [
+                        each for each in active if active[each].deadline < now
+                    ]:
+                        late = active.pop(handle).number
                         self._abandon(handle)
                         why = f"no answer within {self.deadline:g} s; try fewer workers"
-                        give_again(late, f"{why}, or a later deadline.")
+                        retry(late, f"{why}, or a later deadline.")
                 else:
                     return
                 result = results.pop(number)
@@ -271,161 +256,49 @@ class Pool(Workers, Generic[Handle]):
                     raise result
                 yield result
         finally:
-            for handle in given:
+            for handle in active:
                 self._abandon(handle)
-            given.clear()
-
-
-class Processes(Pool[Future[Any]]):
-    """Worker processes of one thread each, started when they are needed.
-
-    Every one is an executor of its own, so that the death of one is not the others'.
-
-    Args:
-        count: How many.
-        deadline: Seconds that a job may take.
-        memory: Bytes of data that each may have; None: an equal share of what the
-            machine has, so that a job ends, and not the machine.
-    """
-
-    def __init__(
-        self, count: int, deadline: float = DEADLINE, memory: int | None = None
-    ) -> None:
-        super().__init__(count, deadline)
-        self._memory = memory or machine_memory() // count
-        self._idle: list[_Process] = []
-        self._busy: dict[Future[Any], _Process] = {}
-
-    def _share(self, shared: object) -> object:
-        return shared
-
-    def _give(
-        self, function: Callable[..., Any], shared: object, job: object
-    ) -> tuple[Future[Any], float]:
-        while True:
-            more = 0.0 if self._idle else START
-            process = self._idle.pop() if self._idle else _Process(self._memory)
-            try:
-                future = process.pool.submit(do_job, function, shared, job)
-            except BrokenProcessPool:  # it ended while it had nothing to do
-                process.end()
-                continue
-            self._busy[future] = process
-            return future, more
-
-    def _ended(self, given: Collection[Future[Any]]) -> Collection[Future[Any]]:
-        ended, _ = wait(given, timeout=PAUSE, return_when=FIRST_COMPLETED)
-        return ended
-
-    def _result(self, handle: Future[Any]) -> object:
-        process, error = self._busy.pop(handle), handle.exception()
-        if isinstance(error, BrokenProcessPool):
-            process.end()
-            why = "the worker process died, perhaps out of memory"
-            raise JobFailed(f"{why}; try fewer workers or hosts.")
-        self._idle.append(process)
-        if error is None or isinstance(error, EsperError):
-            return handle.result()
-        raise JobFailed(f"{type(error).__name__}: {error}") from error
-
-    def _abandon(self, handle: Future[Any]) -> None:
-        self._busy.pop(handle).end()
-
-    def close(self) -> None:
-        """End all processes at once."""
-        for process in (*self._idle, *self._busy.values()):
-            process.end()
-        self._idle, self._busy = [], {}
-
-
-class _Process:
-    """One worker process.
-
-    Args:
-        memory: Bytes of data that it may have.
-    """
-
-    def __init__(self, memory: int) -> None:
-        others = set(active_children())
-        self.pool = ProcessPoolExecutor(
-            1,
-            mp_context=get_context("spawn"),
-            initializer=_start_worker,
-            initargs=(memory,),
-        )
-        # It inherits that Ctrl-C is ignored.
-        in_main = current_thread() is main_thread()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-        self.pool.submit(int)  # a pool starts a process for a job that finds none idle
-        if in_main:
-            signal.signal(signal.SIGINT, before)
-        self.process = (set(active_children()) - others).pop()
-
-    def end(self) -> None:
-        """End it at once, whatever it does, even if it is stopped."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        self.process.kill()
-        self.process.join()
-
-
-def _start_worker(memory: int) -> None:
-    end_with_parent()
-    if sys.platform == "linux":
-        import resource  # Windows has none
-
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-def end_with_parent() -> None:
-    """Have the system end this process when the one that started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+            active.clear()
 
 
 def do_job(function: Callable[..., Any], shared: object, job: object) -> object:
-    """What a worker does."""
+    """Run a job in a worker."""
     torch.set_num_threads(1)
     return packed(function(unpacked(shared), unpacked(job)))
 
 
-# Tensors would travel as open files, one each: they travel as arrays.
-
-
 @dataclass(frozen=True, slots=True)
-class _Array:
-    """A tensor on its way."""
-
+class _PackedTensor:
     array: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Dataclass:
-    """A dataclass with tensors on its way."""
-
+class _PackedDataclass:
     kind: type
     parts: dict[str, Any]
 
 
 def packed(value: Any) -> Any:  # noqa: ANN401
-    """A value with arrays for tensors in it: in dataclasses, dicts, lists, tuples."""
+    """The value with arrays in place of tensors, also inside of containers.
+
+    torch would send each tensor as an open file, and files run out.
+    """
     if isinstance(value, Tensor):
-        return _Array(value.detach().cpu().numpy())
+        return _PackedTensor(value.detach().cpu().numpy())
     if is_dataclass(value) and not isinstance(value, type):
         parts = {each.name: getattr(value, each.name) for each in fields(value)}
         sent = {name: packed(part) for name, part in parts.items()}
         changed = any(sent[name] is not part for name, part in parts.items())
-        return _Dataclass(type(value), sent) if changed else value
+        return _PackedDataclass(type(value), sent) if changed else value
     return _inside(packed, value)
 
 
 def unpacked(value: Any) -> Any:  # noqa: ANN401
-    """The value again."""
-    if isinstance(value, _Array):
-        array = value.array  # which cannot be written in Ray's object store
+    """The inverse of `packed`."""
+    if isinstance(value, _PackedTensor):
+        array = value.array  # read-only in Ray's object store
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    if isinstance(value, _Dataclass):
+    if isinstance(value, _PackedDataclass):
         return value.kind(
             **{name: unpacked(part) for name, part in value.parts.items()}
         )
@@ -433,7 +306,7 @@ def unpacked(value: Any) -> Any:  # noqa: ANN401
 
 
 def _inside(change: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
-    """The same for the parts of a plain container; itself if nothing changed."""
+    """A container with changed parts; the same object if no part changed."""
     if type(value) is dict:
         made = {name: change(part) for name, part in value.items()}
         return made if any(made[name] is not value[name] for name in made) else value
@@ -444,17 +317,14 @@ def _inside(change: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
     return value
 
 
-# Signals.
-
-
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """The signals that asked for an end so far; the second one is not waited for.
+    """Collect signals that ask for an end; the second one ends the process at once.
 
-    Ctrl-C is then handled as it was before, and else raises KeyboardInterrupt.
+    It calls the earlier handler of Ctrl-C and raises KeyboardInterrupt.
     """
     caught: list[int] = []
-    if current_thread() is not main_thread():  # only there can signals be caught
+    if current_thread() is not main_thread():  # others cannot catch signals
         yield caught
         return
 

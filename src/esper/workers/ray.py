@@ -1,12 +1,11 @@
-"""Jobs for the machines of a Ray cluster: one that is started here, or one to join.
+"""Workers on a Ray cluster, which is started here or joined.
 
-Every job is a Ray task; Ray starts, watches and replaces processes, on any node. What
-all jobs share goes out once, through the object store. A task that is late is cancelled
-by force, which ends its process even if that is stopped.
+Every job is a Ray task. The shared value is sent once, through the object store. A task
+that is late is cancelled by force, which kills its process.
 
-A cluster executes whatever it is sent, so it must ask for a token
-(https://docs.ray.io/en/latest/ray-security/token-auth.html). One that is started here
-listens on the loopback interface only, has a token of its own and no dashboard.
+A cluster executes any code that it receives, so it must require a token
+(https://docs.ray.io/en/latest/ray-security/token-auth.html). A cluster that is started
+here listens on the loopback interface only, with its own token and no dashboard.
 """
 
 import hashlib
@@ -32,8 +31,8 @@ from esper.contracts.messages import one_line, quoted
 from esper.kernels import compiled_for
 from esper.workers.jobs import (
     DEADLINE,
-    PAUSE,
-    START,
+    POLL_SECONDS,
+    START_SECONDS,
     TRIES,
     JobFailed,
     Pool,
@@ -41,31 +40,25 @@ from esper.workers.jobs import (
 )
 
 LOCAL: Final = "local"
-"""The address of a cluster that is started here."""
+"""The address that starts a cluster on this machine."""
 LOOPBACK: Final = ("127.0.0.1", "::1")
-"""The node addresses for which all servers of Ray listen on the loopback interface."""
-STORE: Final = 256 << 20
-"""Bytes of the object store of a cluster that is started here."""
-QUIET: Final = {
+"""Node addresses for which all servers of Ray listen on the loopback interface."""
+STORE_BYTES: Final = 256 << 20
+"""Size of the object store of a local cluster."""
+LOCAL_ENVIRONMENT: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A busy machine takes its time.
+    # A busy machine is slow.
     "RAY_agent_register_timeout_ms": "120000",
-    "RAY_worker_niceness": "0",  # they do the work
+    "RAY_worker_niceness": "0",
     # Ray's default on macOS and Windows: the address of a node is one of LOOPBACK.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Environment of a cluster that is started here. Ray reads it when it is imported."""
+"""Environment of a local cluster. Ray reads it when it is imported."""
 
 
 class RayWorkers(Pool[Any]):
-    """Workers that Ray finds.
-
-    Args:
-        count: Jobs at the same time; 0: one for each core of the cluster.
-        address: Of a cluster; "local": one that is started, and ended, here.
-        deadline: Seconds that a job may take.
-    """
+    """Workers of a Ray cluster; "local" starts one here. With count 0, one per core."""
 
     def __init__(
         self, count: int, address: str = LOCAL, deadline: float = DEADLINE
@@ -80,20 +73,20 @@ class RayWorkers(Pool[Any]):
         try:
             return self._ray.put(shared)
         except self._ray.exceptions.RayError as error:
-            raise self._trouble(error) from error
+            raise self._error(error) from error
 
-    def _give(
+    def _submit(
         self, function: Callable[..., Any], shared: object, job: object
     ) -> tuple[Any, float]:
-        # Ray starts a process for each of the first jobs, and after each loss.
-        more = START if self._done < self.count else 0.0
+        # Ray starts a process for each of the first jobs and after a failure.
+        more = START_SECONDS if self._done < self.count else 0.0
         return self._do.remote(self._mine, function, shared, job), more
 
-    def _ended(self, given: Collection[Any]) -> Sequence[Any]:
+    def _ended(self, handles: Collection[Any]) -> Sequence[Any]:
         try:
-            ended: list[Any] = self._ray.wait([*given], timeout=PAUSE)[0]
+            ended: list[Any] = self._ray.wait([*handles], timeout=POLL_SECONDS)[0]
         except self._ray.exceptions.RayError as error:
-            raise self._trouble(error) from error
+            raise self._error(error) from error
         return ended
 
     def _result(self, handle: Any) -> object:  # noqa: ANN401
@@ -117,20 +110,20 @@ class RayWorkers(Pool[Any]):
         self._ray.cancel(handle, force=True)
 
     def close(self) -> None:
-        """End the cluster if it was started here, or leave it."""
+        """End a local cluster; leave any other."""
         self._ray.shutdown()
 
-    def _trouble(self, error: Exception) -> WorkersError:
+    def _error(self, error: Exception) -> WorkersError:
         first = str(error).partition("\n")[0]
         return WorkersError(one_line(f"Ray: {type(error).__name__}: {first}"))
 
 
 def _connected(address: str, count: int) -> Any:  # noqa: ANN401
-    """Ray's module, connected to a cluster."""
-    # It would tell of dead workers on the standard output, among our data.
+    """The module `ray`, connected to a cluster."""
+    # Ray prints messages about dead workers to the standard output.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address == LOCAL:
-        for name, value in QUIET.items():
+        for name, value in LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     _require_token()
@@ -148,11 +141,11 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     own = {
         "num_cpus": count or None,
         "include_dashboard": False,
-        "object_store_memory": STORE,
+        "object_store_memory": STORE_BYTES,
     }
     last, in_main = None, current_thread() is main_thread()
     terminated = signal.getsignal(signal.SIGTERM)  # Ray sets a handler of its own
-    for _ in range(TRIES if address == LOCAL else 1):  # it has half a minute to start
+    for _ in range(TRIES if address == LOCAL else 1):  # a start may time out
         try:
             ray.init(
                 address=address,
@@ -164,7 +157,7 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
             if in_main:
                 signal.signal(signal.SIGTERM, terminated)
             return ray
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray raises many classes
             last = error
             ray.shutdown()
     first = str(last).partition("\n")[0]
@@ -173,7 +166,7 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
 
 
 def _require_token() -> None:
-    """Refuse if this process, of a driver or a node, asks for no token."""
+    """Refuse if this process, driver or node, requires no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         raise InvalidInputError(
             f"{platform.node()}: without a token, anyone who reaches the cluster can "
@@ -183,7 +176,7 @@ def _require_token() -> None:
 
 @cache
 def versions() -> dict[str, str]:
-    """All that must be equal on two machines for a job to have one result."""
+    """Everything that must be equal on two machines for equal results."""
     sources = hashlib.sha256()
     package = Path(esper.__file__).parent
     for file in sorted(package.rglob("*.py")):
@@ -204,7 +197,7 @@ def versions() -> dict[str, str]:
 def do_checked_job(
     expected: dict[str, str], function: Callable[..., Any], shared: object, job: object
 ) -> object:
-    """A job, if it is done here as it would be by whoever gave it."""
+    """Run a job, if this node gives the same result as the driver would."""
     _require_token()
     for name, version in versions().items():
         if expected[name] != version:

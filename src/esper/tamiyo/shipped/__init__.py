@@ -1,13 +1,15 @@
-"""The trained controller of the package.
+"""Trained controllers, and the one that comes with the package.
 
-tamiyo.safetensors   weights of the policy, float32
-manifest.json        format, policy, SHA-256 of the weights, blueprints and choices
-                     of the training, training settings and results
+    tamiyo.safetensors   the policy's weights, float32
+    manifest.json        format, policy, SHA-256 of the weights; which blueprints and
+                         choices it was trained with, how, and its results
+
+`esper.files` reads them; the policy's sizes must be those of the tensors.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from io import BytesIO
@@ -33,16 +35,16 @@ FORMAT: Final = 2
 WEIGHTS: Final = "tamiyo.safetensors"
 MANIFEST: Final = "manifest.json"
 MAX_BYTES: Final = 64 << 20
-"""Maximum size of the weights."""
+"""Limit of the weights; ours are far smaller."""
 
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class ControllerManifest:
-    """Content of `manifest.json`."""
+    """What `manifest.json` holds."""
 
     format: int
     sha256: str
-    """SHA-256 of the weights."""
+    """Of the file of weights."""
     policy: PolicyConfig
     blueprints: list[str]
     choices: dict[str, list[str]]
@@ -54,32 +56,38 @@ _MANIFEST: Final = TypeAdapter(ControllerManifest)
 
 
 @dataclass(frozen=True, slots=True)
-class ShippedController:
-    """A trained policy; called with an action space, it returns a controller."""
+class TrainedController:
+    """A trained policy. Call it with an action space to get a controller."""
 
+    name: str
     config: PolicyConfig
-    blueprints: frozenset[str]
-    """Blueprints it was trained with."""
-    choices: Mapping[str, tuple[str, ...]]
-    """Choices it was trained with, for every head but slot and blueprint."""
-    training: Mapping[str, Any]
-    """Settings of the training."""
-    figures: Mapping[str, Any]
-    """Results of the evaluation."""
     weights: Tensors = field(repr=False)
-    name: str = "tamiyo"
+    round: int = 0
+    """Training round of the weights; 0 if unknown."""
+    blueprints: Collection[str] | None = None
+    """Blueprints that it was trained with; None: it may choose any action."""
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict, repr=False)
+    """Choices that it was trained with, for each head but slot and blueprint."""
+    training: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """How it was trained."""
+    figures: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Its results."""
 
     def __call__(self, spec: ActionSpec) -> Controller:
-        """Return the controller for an action space, at `TEMPERATURE`."""
-        return Restricted(
-            lambda known: with_temperature(self.policy(known)),
-            spec,
-            self.blueprints,
-            self.choices,
-        )
+        """A controller for an action space, at `TEMPERATURE`.
+
+        It chooses only among the actions that it was trained with.
+        """
+
+        def make(known: ActionSpec) -> Controller:
+            return with_temperature(self.policy(known))
+
+        if self.blueprints is None:
+            return make(spec)
+        return Restricted(make, spec, self.blueprints, self.choices)
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
-        """Return the policy for an action space."""
+        """The policy for an action space, as it was trained."""
         with torch.random.fork_rng(devices=[]):  # initial weights are unused
             policy = TamiyoPolicy(spec, self.config)
         load(policy, self.weights)
@@ -87,13 +95,13 @@ class ShippedController:
 
 
 @cache
-def shipped() -> ShippedController:
-    """Return the trained controller of the package."""
-    return read(Path(__file__).parent)
+def shipped() -> TrainedController:
+    """The controller that comes with this package."""
+    return replace(read(Path(__file__).parent), name="tamiyo")
 
 
-def read(folder: Path) -> ShippedController:
-    """Load the controller in a folder; its files must be complete and unchanged."""
+def read(folder: Path) -> TrainedController:
+    """The controller in a folder, if its files are complete and unchanged."""
     body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
     name = short(folder)
     if body.get("format") != FORMAT:
@@ -117,24 +125,27 @@ def read(folder: Path) -> ShippedController:
     config = about.policy
     fit = partial(_fit, config)
     tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)
-    return ShippedController(
+    round_ = about.training.get("round")
+    return TrainedController(
+        name=folder.resolve().name,
         config=config,
-        blueprints=frozenset(about.blueprints),
-        choices={name: tuple(known) for name, known in about.choices.items()},
+        weights=tensors,
+        round=round_ if isinstance(round_, int) else 0,
+        blueprints=about.blueprints,
+        choices=about.choices,
         training=about.training,
         figures=about.figures,
-        weights=tensors,
     )
 
 
 def _fit(config: PolicyConfig, tensors: Tensors, _: object) -> None:
-    """Check that the tensors are those of a policy of these sizes."""
+    """Refuse tensors that are not those of a policy of these sizes."""
     sizes = {key: size for key, size in asdict(config).items() if type(size) is int}
     require_explained(sizes, tensors.values())
     check_fit(leaves(weightless_policy(config)), tensors)
 
 
 def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
-    """Return a policy on the meta device, which takes no memory."""
+    """A policy whose tensors have shapes but take no memory."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return TamiyoPolicy(ActionSpec(), config)
