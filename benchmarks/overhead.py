@@ -18,7 +18,8 @@ from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, unjudged
 from benchmarks.timing import Report
 from esper.runs.records import RoundRecord
 from esper.runs.train_config import DEFAULT, Budget, TrainConfig, preset
-from esper.training.loop import OnRoundEnd, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import OnRoundEnd
 from esper.training.train import begin_run
 from esper.training.worlds import mixture_for, steps_of
 
@@ -51,7 +52,7 @@ def measure(config: TrainConfig) -> Kept:
     with TemporaryDirectory() as folder:
         config = unjudged(config, Path(folder))
         last = config.budget.rounds
-        alone = Trainer(mixture_for(config), config, steps_of(config))
+        alone = controller_loop(mixture_for(config), config, steps_of(config))
         watch, kept, bare = Stopwatch(), list[float](), list[float]()
         parts: dict[str, float] = {}
         since = 0.0

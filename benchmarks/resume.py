@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.timing import Cell, Report, sizes
 from esper.contracts.errors import InvalidInputError
-from esper.rl.training import PPORunConfig
+from esper.rl.settings import PPORunConfig
 from esper.runs.run import Run
 from esper.runs.train_config import TrainConfig
 from tests.runs.crash_points import LOSSES, InPlace, Saves

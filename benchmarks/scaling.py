@@ -24,7 +24,7 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.runs.train_config import FAMILY, TrainConfig, preset
 from esper.simic.agent.ppo import PPOAgent
-from esper.training.loop import Trainer
+from esper.training.controller_ppo import controller_loop
 from esper.training.worlds import mixture_for, steps_of
 from esper.workers.jobs import Workers, one_thread, packed, unpacked, workers
 
@@ -127,7 +127,7 @@ def measure(
     PPOAgent.update = timed_update  # type: ignore[method-assign]
     try:
         here, there = (
-            Trainer(mixture_for(config), config, steps_of(config), workers=each)
+            controller_loop(mixture_for(config), config, steps_of(config), workers=each)
             for each in (timed, others)
         )
         found = []

@@ -37,7 +37,7 @@ from esper.tamiyo.rule_based import (
     size_scores,
 )
 from esper.testing.simulated import SimulatedWorld, draw_instances
-from esper.training.loop import Trainer
+from esper.training.controller_ppo import controller_loop
 from esper.training.worlds import mixture_for, steps_of
 from research.optimum import best_memoryless_returns, optimal_returns
 
@@ -136,7 +136,7 @@ def _train(configs: Sequence[TrainConfig], processes: int) -> Iterable[Returns]:
 def trained_returns(config: TrainConfig) -> Returns:
     """Train one policy; its returns on instances that no training saw."""
     torch.set_num_threads(1)
-    trainer = Trainer(mixture_for(config), config, steps_of(config))
+    trainer = controller_loop(mixture_for(config), config, steps_of(config))
     trainer.run()
     policy = GreedyPolicy(trainer.policy)
     return {kind: _arms(kind, {"it": policy})["it"] for kind in TITLES}

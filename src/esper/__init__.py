@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from esper.simic.agent.rollout_buffer import (
         TamiyoRolloutBuffer as TamiyoRolloutBuffer,
     )
+    from esper.simic.rollout import collect as collect
+    from esper.simic.rollout import start as start
     from esper.tamiyo.policy.network import TamiyoPolicy as TamiyoPolicy
-    from esper.tamiyo.rollout import collect as collect
     from esper.tamiyo.rollout import play as play
-    from esper.tamiyo.rollout import start as start
     from esper.testing.simulated import SimulatedWorld as SimulatedWorld
 
 __version__ = "0.1.0"
@@ -54,14 +54,14 @@ _HOMES: Final = {
     "VectorWorld": "esper.contracts.world",
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprints.checks",
-    "collect": "esper.tamiyo.rollout",
+    "collect": "esper.simic.rollout",
     "fit": "esper.fitting",
     "load": "esper.growth.saving.serialization",
     "load_controller": "esper.runs.controllers",
     "play": "esper.tamiyo.rollout",
     "rebuild": "esper.growth.saving.serialization",
     "save": "esper.growth.saving.serialization",
-    "start": "esper.tamiyo.rollout",
+    "start": "esper.simic.rollout",
     "suggest_slots": "esper.growth.analysis.slot_search",
 }
 

@@ -14,7 +14,8 @@ from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rollout import play
-from esper.training.loop import OnRoundEnd, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import OnRoundEnd
 from tests.worlds import ProbeWorld
 
 pytestmark = pytest.mark.learns
@@ -28,7 +29,7 @@ def learn(world, *, rounds=15, steps=8, on_round=None, ppo=None, **config):
     learner = Learner(ppo=PPOConfig(**settings), **({"policy": SMALL} | config))
     config = TrainConfig(budget=Budget(rounds=rounds), learner=learner)
     callbacks = [OnRoundEnd(on_round)] if on_round else []
-    trainer = Trainer(world, config, steps, callbacks)
+    trainer = controller_loop(world, config, steps, callbacks)
     trainer.run()
     assert not trainer.diverged
     return trainer.policy

@@ -13,7 +13,8 @@ from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
-from esper.training.loop import OnRoundEnd, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import OnRoundEnd
 
 ROUNDS = 5 * FEW_ROUNDS
 BOLD = PPOConfig(
@@ -49,7 +50,7 @@ def test_the_return_rises_where_growing_pays():
     world = GrowingWorld(TOO_NARROW, 16, rng_seed=1)
     config = TrainConfig(budget=Budget(rounds=ROUNDS), learner=Learner(ppo=BOLD))
     callback = OnRoundEnd(lambda record: returns.append(record.mean_return))
-    trainer = Trainer(world, config, TOO_NARROW.horizon, [callback])
+    trainer = controller_loop(world, config, TOO_NARROW.horizon, [callback])
     trainer.run()
     assert np.mean(returns[-FEW_ROUNDS:]) > np.mean(returns[:FEW_ROUNDS]) + 0.06
     assert return_trend(returns).startswith("The return rose:")

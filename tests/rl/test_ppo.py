@@ -269,7 +269,7 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
         assert twin.settings == agent.settings
         twin.learn(48)
     assert_same_agents(*twins)
-    assert twins[0].steps_done == 96
+    assert twins[0].env_steps == 96
 
     without = PPO.load(file)
     state = other = None
@@ -740,13 +740,13 @@ def test_nan_in_an_image_is_refused():
 def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
     agent = PPO(chance(), num_envs=2, **SMALL)
     agent.learn(10_000, callback=lambda record: record.steps < 48, log=tmp_path / "run")
-    assert agent.steps_done == 48
+    assert agent.env_steps == 48
     lines = (tmp_path / "run" / "progress.csv").read_text().splitlines()
     assert lines[0].startswith("steps,episodes,mean_return")
     assert [line.split(",")[0] for line in lines[1:]] == ["24", "48"]
     assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
     agent.learn(10_000, callback=lambda record: np.float64(record.steps) < 96)
-    assert agent.steps_done == 96
+    assert agent.env_steps == 96
     with pytest.raises(InvalidInputError, match="has the columns of another agent"):
         PPO("CartPole-v1", num_envs=2, **SMALL).learn(24, log=tmp_path / "run")
     assert (tmp_path / "run" / "progress.csv").read_text().splitlines() == lines

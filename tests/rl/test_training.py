@@ -185,7 +185,7 @@ def test_the_command_learns_reports_and_refuses(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "return of 2 episodes" in shown
     assert (tmp_path / "one" / "report.html").is_file()
-    assert PPO.load(tmp_path / "one" / AGENT).steps_done == 64
+    assert PPO.load(tmp_path / "one" / AGENT).env_steps == 64
     assert main(["ppo", "--resume", "one", *runs]) == 0
     assert "already complete" in capsys.readouterr().out
     for bad, words in (

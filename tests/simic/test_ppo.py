@@ -12,8 +12,8 @@ from esper.contracts.actions import HEAD, HEAD_NAMES
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.simic.agent.losses import ppo_terms
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
+from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.rollout import collect, start
 from tests.rollouts import (
     SPEC,
     TINY,

@@ -17,8 +17,8 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.slots import SlotConfig
 from esper.simic.agent.distribution import sample
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.network import PolicyConfig
-from esper.tamiyo.rollout import collect, start
 from tests.rollouts import (
     SPEC,
     TINY,
@@ -133,11 +133,11 @@ def test_t30_after_the_value_statistics_moved():
     live, generator = start(world, policy), Generator().manual_seed(0)
     for _ in range(3):
         live, _ = collect(
-            world, policy, buffer, live, generator, policy_version=agent.version
+            policy, world, live, buffer, generator, policy_version=agent.version
         )
         agent.update()
     assert policy.value_scale > 10
-    collect(world, policy, buffer, live, generator, policy_version=agent.version)
+    collect(policy, world, live, buffer, generator, policy_version=agent.version)
     batch = take(buffer)
     heads, _, values = differences(policy, batch)
     assert (heads < TOLERANCE).all()
@@ -150,7 +150,7 @@ def test_t23_after_an_update_memory_has_drifted_a_little_and_only_a_little():
     world, buffer = HashWorld(8, ends=0.0), make_buffer(policy, 8, 16)
     agent = PPOAgent(policy, buffer, PPOConfig(minibatches=2, learning_rate=3e-4))
     live, generator = start(world, policy), Generator().manual_seed(0)
-    live, _ = collect(world, policy, buffer, live, generator, policy_version=0)
+    live, _ = collect(policy, world, live, buffer, generator, policy_version=0)
     batch, stored = take(buffer), live.state.clone()
     with torch.no_grad():
         _, same = policy.encode(batch.features, batch.episode_start, batch.state)

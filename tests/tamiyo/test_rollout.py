@@ -9,10 +9,11 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.sampling import GreedyPolicy
-from esper.tamiyo.rollout import collect, play, start
+from esper.tamiyo.rollout import play
 from esper.tamiyo.rule_based import Never, Random
 from tests.rollouts import TINY, HashWorld, evaluate, make_buffer, make_policy, take
 from tests.worlds import ProbeWorld
@@ -30,7 +31,7 @@ def collected(memory="mingru", *, rollouts=1, steps=STEPS, world=None, **setting
         buffer.reset()
         before = live
         live, finished = collect(
-            world, policy, buffer, live, generator, policy_version=0
+            policy, world, live, buffer, generator, policy_version=0
         )
     return policy, world, buffer, before, live, finished
 
@@ -194,7 +195,7 @@ def test_t28_returns_are_sums_of_rewards_over_rollout_boundaries():
     for _ in range(5):
         buffer.reset()
         live, finished = collect(
-            world, policy, buffer, live, generator, policy_version=0
+            policy, world, live, buffer, generator, policy_version=0
         )
         total += float(finished.total_return)
         episodes += float(finished.episodes)
@@ -220,7 +221,7 @@ def test_collecting_goes_on_after_an_update_refused_the_old_version():
     policy, world, buffer, *_ = collected()
     live = start(world, policy)
     with pytest.raises(InvalidStateError, match="begin"):
-        collect(world, policy, buffer, live, Generator(), policy_version=1)
+        collect(policy, world, live, buffer, Generator(), policy_version=1)
 
 
 def test_a_world_of_another_size_than_the_buffer_is_refused():
@@ -228,7 +229,7 @@ def test_a_world_of_another_size_than_the_buffer_is_refused():
     buffer = make_buffer(policy, 4, 2)
     with pytest.raises(InvalidInputError, match="state"):
         collect(
-            world, policy, buffer, start(world, policy), Generator(), policy_version=0
+            policy, world, start(world, policy), buffer, Generator(), policy_version=0
         )
 
 
@@ -238,7 +239,7 @@ def test_a_world_with_another_action_space_is_refused():
     buffer = make_buffer(policy, 2, 2)
     live = start(world, policy)
     with pytest.raises(InvalidInputError, match="mask 'slot' must be"):
-        collect(world, policy, buffer, live, Generator(), policy_version=0)
+        collect(policy, world, live, buffer, Generator(), policy_version=0)
 
 
 @pytest.mark.parametrize("controller", [Never(), Random()])

@@ -20,7 +20,8 @@ from unittest.mock import patch
 import torch
 
 from esper.files import unfinished
-from esper.rl.training import KIND, PPORunConfig, begin_ppo, resume_ppo
+from esper.rl.settings import PPORunConfig
+from esper.rl.training import KIND, begin_ppo, resume_ppo
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.database import TABLES
 from esper.runs.run import STORE, Run

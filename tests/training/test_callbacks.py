@@ -18,7 +18,7 @@ from esper.runs.train_config import Budget, TrainConfig
 from esper.tasks.catalogue import task
 from esper.testing.simulated import SimulatedWorld
 from esper.training.callbacks import Record, TensorBoard, scalars, summary_writer
-from esper.training.loop import Trainer
+from esper.training.controller_ppo import controller_loop
 from tests.runs.stores import record
 
 HORIZON, STEPS = 6, 7
@@ -30,7 +30,7 @@ def recorded_by(path, world, tasks, rounds=2):
     with Store(path) as store:
         store.begin_attempt()
         config = TrainConfig(budget=Budget(rounds=rounds))
-        Trainer(world, config, STEPS, [Record(store, tasks)]).run()
+        controller_loop(world, config, STEPS, [Record(store, tasks)]).run()
     return closing(open_store(path))
 
 

@@ -10,7 +10,8 @@ import torch
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load, save
-from esper.training.loop import Callback, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import Callback
 from esper.training.shards import require_played
 from esper.training.worlds import mixture_for, steps_of
 from esper.workers.jobs import Workers, workers
@@ -43,7 +44,7 @@ def trained(kind, pools, rounds=3):
     own, rows, kept = CONFIGS[kind], Rows(), None
     for _, pool in zip(range(rounds), cycle(pools), strict=False):
         mixture = mixture_for(own)
-        trainer = Trainer(mixture, own, steps_of(own), [rows], workers=pool)
+        trainer = controller_loop(mixture, own, steps_of(own), [rows], workers=pool)
         if kept is not None:
             load(trainer, kept)
         trainer.play_round()
@@ -111,7 +112,7 @@ def test_a_worker_that_is_stopped_changes_nothing(alone):
 
 def test_what_cannot_be_a_rollout_is_refused():
     own = CONFIGS["kept"]
-    trainer = Trainer(mixture_for(own), own, 2)
+    trainer = controller_loop(mixture_for(own), own, 2)
     jobs, played = trainer.jobs(), trainer.play_shards()
     buffer = trainer.agent.buffer
     require_played(jobs[0], buffer, played[0])
@@ -133,7 +134,7 @@ def test_what_cannot_be_a_rollout_is_refused():
 
 def test_another_round_and_another_rollback_are_other_choices():
     own = CONFIGS["kept"]
-    trainer = Trainer(mixture_for(own), own, steps_of(own))
+    trainer = controller_loop(mixture_for(own), own, steps_of(own))
     actions = []
     for round, rollbacks in ((0, 0), (1, 0), (0, 1), (0, 0)):
         trainer.round, trainer.rollbacks = round, rollbacks

@@ -37,7 +37,8 @@ from esper.runs.train_config import (
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.testing.simulated import SimulatedWorld
-from esper.training.loop import OnRoundEnd, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import OnRoundEnd
 from esper.training.train import begin_run, resume_run
 from esper.training.worlds import mixture_for, steps_of
 from tests.census import changed, fixed, stateful
@@ -70,7 +71,7 @@ def simulated(folder, name="run", **changed):
 
 
 def trainer_of(settings):
-    return Trainer(mixture_for(settings), settings, steps_of(settings))
+    return controller_loop(mixture_for(settings), settings, steps_of(settings))
 
 
 def checkpoints(path):
@@ -103,7 +104,7 @@ def read(path, table):
 def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind):
     learner = Learner(ppo=PPOConfig(minibatches=2, epochs=2), policy=SMALL)
     own = TrainConfig(rng_seed=5, budget=Budget(rounds=6), learner=learner)
-    whole, other = (Trainer(WORLDS[kind](5), own, 7) for _ in range(2))
+    whole, other = (controller_loop(WORLDS[kind](5), own, 7) for _ in range(2))
     whole.play_round()
     load(other, save(whole))
     for _ in range(2):

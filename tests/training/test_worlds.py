@@ -20,7 +20,8 @@ from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
 from esper.training import pretraining
 from esper.training import recordings as recording
-from esper.training.loop import Callback, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import Callback
 from esper.training.recordings import RecordConfig, read_recordings
 from esper.training.train import begin_run, resume_run
 from esper.training.worlds import check_worlds, mixture_for, steps_of, tasks_of
@@ -45,7 +46,7 @@ def family():
 
 
 def training(config):
-    return Trainer(mixture_for(config), config, steps_of(config))
+    return controller_loop(mixture_for(config), config, steps_of(config))
 
 
 def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():

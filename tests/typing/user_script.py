@@ -56,7 +56,7 @@ def reinforcement_learning(folder: Path) -> None:
         ppo={"epochs": 1},
     )
     assert_type(agent, PPO)
-    assert_type(agent.learn(16, callback=lambda record: record.steps < 16), PPO)
+    assert_type(agent.learn(16, callback=lambda record: record.env_steps < 16), PPO)
     action, state = agent.predict([0.0] * 4)
     action, state = agent.predict([0.0] * 4, state, episode_start=False)
     assert int(action) in (0, 1)
@@ -81,10 +81,10 @@ def learner_of_ones_own() -> None:
     agent = PPOAgent(policy, buffer, PPOConfig(epochs=1), rng_seed=0)
     generator = Generator().manual_seed(0)
     live = start(world, policy)
-    live, finished = collect(
-        world, policy, buffer, live, generator, policy_version=agent.version
+    live, stats = collect(
+        policy, world, live, buffer, generator, policy_version=agent.version
     )
-    assert_type(finished.mean_return(), float)
+    assert_type(stats.mean_return(), float)
     assert_type(agent.update().kl, float)
     spec = ActionSpec(slots=SlotConfig(max_slots=2), narrowed={"style": ("ADD",)})
     assert_type(spec.sizes, tuple[int, ...])

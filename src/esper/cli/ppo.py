@@ -20,7 +20,7 @@ from esper.workers.deadline import TIMEOUT
 
 def add_ppo_options(parser: ArgumentParser) -> None:
     """Add the environment, every setting of a run, and `--resume`."""
-    from esper.rl.training import PPORunConfig
+    from esper.rl.settings import PPORunConfig
 
     text = "Gymnasium id of the environment"
     parser.add_argument(
@@ -39,9 +39,9 @@ def add_ppo_options(parser: ArgumentParser) -> None:
 def ppo(options: Namespace) -> int:
     """Train PPO on an environment, or resume such a run."""
     from esper.contracts.messages import refusal
+    from esper.rl.settings import PPORunConfig
     from esper.rl.training import (
         AGENT,
-        PPORunConfig,
         begin_ppo,
         ppo_settings_of,
         resume_ppo,

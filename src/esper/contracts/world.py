@@ -7,7 +7,7 @@ the next episode and `final` the last of the old one.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
@@ -68,6 +68,8 @@ class Observation:
     host: HostStates
     slots: SlotStates
     offers: BlueprintOffers
+    acts: ClassVar[None] = None
+    """Every action counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

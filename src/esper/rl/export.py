@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
-from esper.rl.moments import CLIP
+from esper.rl.observations import CLIP
 
 if TYPE_CHECKING:
     from esper.rl.ppo import PPO
@@ -42,7 +42,7 @@ class Step(nn.Module):
         shift, scale = np.zeros(columns, np.float32), np.ones(columns, np.float32)
         self.limit = float("inf")
         if agent.settings.normalize:
-            shift, scale = agent.observations.shift_and_scale()
+            shift, scale = agent.observations.moments.shift_and_scale()
             self.limit = CLIP
         self.register_buffer("shift", torch.from_numpy(shift))
         self.register_buffer("scale", torch.from_numpy(scale))

@@ -17,7 +17,6 @@ Mask tables make legality, not preference, depend on the op's choice; they need 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.kernels import kernel
+from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
     CHOICES,
@@ -37,7 +37,7 @@ from esper.simic.agent.distribution import (
     first_choice,
     gumbel,
 )
-from esper.simic.agent.memory import make_memory, require_sizes
+from esper.simic.agent.memory import make_memory
 
 Array = NDArray[Any]
 Features = dict[str, Tensor]
@@ -47,32 +47,10 @@ NEAR: Final = 0.25
 """Share of an image's bound that its largest number must reach to use the bound."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpacePolicyConfig:
-    """The size and kind of the policy."""
-
-    width: int = 64
-    """Numbers in every hidden layer, and in the memory."""
-    memory: str = "none"
-    """What remembers: mingru, gru, lstm or none."""
-    layers: int = 1
-    """Layers of the memory."""
-    separate_value: bool = False
-    """Give the value an encoder and a memory of its own."""
-    autoregressive: bool = False
-    """Draw each head given the choices of all heads before it."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be meant."""
-        require_sizes(width=self.width, layers=self.layers)
-
-
 class Trunk(nn.Module):
     """Encoder, memory and a hidden layer: from features to what heads read."""
 
-    def __init__(
-        self, spec: SpaceSpec, config: SpacePolicyConfig, outputs: int
-    ) -> None:
+    def __init__(self, spec: SpaceSpec, config: PPOSettings, outputs: int) -> None:
         super().__init__()
         width, leaves = config.width, spec.observation
         self.vector_in = None
@@ -126,11 +104,9 @@ class SpacePolicy(nn.Module):
     _starts: Tensor
     _sees: Tensor
 
-    def __init__(
-        self, spec: SpaceSpec, config: SpacePolicyConfig | None = None
-    ) -> None:
+    def __init__(self, spec: SpaceSpec, config: PPOSettings | None = None) -> None:
         super().__init__()
-        self.spec, self.config = spec, (config := config or SpacePolicyConfig())
+        self.spec, self.config = spec, (config := config or PPOSettings())
         width, heads = config.width, len(spec.sizes)
         # One trunk has the hidden layers of heads and value side by side.
         parts = (width, width) if config.separate_value else (2 * width,)
@@ -196,6 +172,10 @@ class SpacePolicy(nn.Module):
             scale = scale.minimum(self.image_scale)
         seen = torch.from_numpy(largest > 0).to(scale.device)
         self.image_scale.copy_(torch.where(seen, scale, self.image_scale))
+
+    def read(self, observation: Any) -> tuple[Features, Any]:  # noqa: ANN401
+        """Features and masks of what `GymWorld` shows."""
+        return observation.features, observation.masks
 
     @torch.no_grad()
     def act(

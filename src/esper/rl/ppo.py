@@ -6,9 +6,9 @@
     agent.save("agent.safetensors")
     agent = PPO.load("agent.safetensors", env="CartPole-v1")
 
-Terminated, truncated and cut are three things: an episode that terminated has no
-future, a truncated one has the value of its true final observation, and a rollout that
-is merely over has the value of the observation that comes next.
+Terminated, truncated and unfinished are three things: an episode that terminated has no
+future, a truncated one has the value of its true final observation, and one that the
+rollout left unfinished has the value of the observation that comes next.
 """
 
 import csv
@@ -17,25 +17,24 @@ import math
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import monotonic
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Generator, Tensor
 
+from esper.contracts.devices import usable_device
 from esper.contracts.errors import (
     EsperWarning,
     InvalidInputError,
     InvalidStateError,
     NotFiniteError,
-    unknown,
 )
 from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
@@ -49,90 +48,39 @@ from esper.files import (
     require_explained,
     storage,
 )
-from esper.rl.moments import ObservationMoments
 from esper.rl.nested import batch_of_one, first_of
-from esper.rl.policy import SpacePolicy, SpacePolicyConfig
+from esper.rl.observations import ObservationReader
+from esper.rl.policy import SpacePolicy
+from esper.rl.settings import DEFAULTS, PPOSettings, settings_from
 from esper.rl.spaces import SpaceSpec, flags, parts_of
-from esper.rl.vector import MaskSource, Source, Vector, Vectorization, View
+from esper.rl.vector import MaskSource, Source, Vector, Vectorization
+from esper.rl.world import GymSeen, GymWorld
 from esper.runs.progress import Progress
+from esper.runs.records import RoundRecord
 from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.rollout import (
+    RolloutState,
+    collect,
+    play,
+    start,
+    to_device,
+)
+from esper.training.loop import (
+    WINDOW,
+    Callback,
+    OnRoundEnd,
+    TrainingLoop,
+    WorldRollout,
+)
 from esper.workers.deadline import TIMEOUT
 from esper.workers.jobs import machine_memory
 
 Array = NDArray[Any]
-Callback = Callable[["LearnRecord"], object]
-DEFAULTS: Final = PPOConfig(
-    learning_rate=2e-3,
-    epochs=4,
-    minibatches=8,
-    entropy_coef=0.01,
-    target_kl=0.03,
-)
-"""One set for all tasks."""
-WINDOW: Final = 100
-"""Episodes whose mean return a record has."""
 SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PPOSettings:
-    """Everything that was chosen about an agent, apart from its spaces."""
-
-    num_envs: int = 16
-    """Environments that are stepped together."""
-    rollout_steps: int = 128
-    """Steps of each environment between two updates."""
-    gamma: float = 0.99
-    """Discount per step."""
-    gae_lambda: float = 0.95
-    """Trace decay of the advantages: 0 is one-step TD, 1 is Monte Carlo."""
-    end_factor: float = 0.1
-    """Share of learning rate and entropy weight that is left at the end of learn()."""
-    normalize: bool = True
-    """Whether numbers of observations are normalised by running statistics."""
-    seed: int = 0
-    """Of weights, choices, minibatches and environments."""
-    policy: SpacePolicyConfig = field(default_factory=SpacePolicyConfig)
-    ppo: PPOConfig = DEFAULTS
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
-        for name in ("num_envs", "rollout_steps"):
-            if getattr(self, name) < 1:
-                raise InvalidInputError(
-                    f"{name} must be at least 1, got {getattr(self, name)}."
-                )
-        for name in ("gamma", "gae_lambda", "end_factor"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidInputError(
-                    f"{name} must lie in [0, 1], got {getattr(self, name)}."
-                )
-        if not 0 <= self.seed < 2**32:
-            raise InvalidInputError(
-                f"seed must lie in 0..{2**32 - 1}, got {self.seed}."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnRecord:
-    """One rollout and its update."""
-
-    steps: int
-    """Steps of all environments since the agent was made."""
-    episodes: int
-    """Episodes that ended in this rollout."""
-    mean_return: float
-    """Mean return of the last 100 episodes; NaN before the first one ends."""
-    mean_length: float
-    """Mean length in steps of the same episodes."""
-    seconds: float
-    """Time since learn() began."""
-    update: UpdateRecord
-    """What the update did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +101,6 @@ class EpisodeReturns:
         return float(self.returns.std())
 
 
-class Episode(NamedTuple):
-    """An episode that ended in a rollout."""
-
-    env: int
-    step: int
-    """Of the rollout, from 0."""
-    total: float
-    """Sum of its rewards."""
-    length: int
-
-
-@dataclass(slots=True)
-class Standing:
-    """Where all environments stand between two rollouts."""
-
-    view: View
-    state: Tensor
-    returns: Array
-    lengths: Array
-
-
 class PPO(Stateful):
     """An agent and the environments that it learns in.
 
@@ -183,13 +110,13 @@ class PPO(Stateful):
         num_envs: How many environments to make.
         vectorization: Where environments run. "sync": in this process; "async": each in
             its own process; "native": the vector environment that the id registers.
-        seed: Seed of weights, choices, minibatches and environments. None draws one,
+        seed: Seed of weights, actions, minibatches and environments. None draws one,
             which `settings.seed` keeps.
         rollout_steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
-        end_factor: Share of learning rate and entropy left at the end of `learn`; 1
-            keeps them constant, for many short calls.
+        end_factor: Fraction of learning rate and entropy coefficients at the end of
+            `learn`; 1 keeps them constant, for many short calls.
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
@@ -203,11 +130,13 @@ class PPO(Stateful):
             masks; "auto" detects it.
         ppo: Settings of the update; a mapping changes some of the defaults.
         env_timeout: Maximum seconds of one call of the environments.
+        device: Device of the policy, the rollouts and the update. Environments run on
+            the CPU.
     """
 
-    _env_timeout = TIMEOUT
-    STATE = ("agent", "observations", "generator", "steps_done", "rounds")
-    DERIVED = ("_standing", "_largest", "_recent", "share")
+    STATE = ("agent", "observations", "generator", "env_steps", "rounds")
+    DERIVED = ("_rollout", "_recent")
+    relative = False
 
     def __init__(
         self,
@@ -230,57 +159,52 @@ class PPO(Stateful):
         masks: MaskSource | None = "auto",
         ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
+        device: torch.device | str = "cpu",
     ) -> None:
-        policy = {
-            "width": width,
-            "memory": memory,
-            "layers": layers,
-            "separate_value": separate_value,
-            "autoregressive": autoregressive,
-        }
-        settings = _settings(
-            {
-                "num_envs": num_envs,
-                "rollout_steps": rollout_steps,
-                "gamma": gamma,
-                "gae_lambda": gae_lambda,
-                "end_factor": end_factor,
-                "normalize": normalize,
-                "seed": secrets.randbelow(2**32) if seed is None else seed,
-                "policy": policy,
-                "ppo": asdict(ppo) if isinstance(ppo, PPOConfig) else _full(ppo),
-            }
+        given = locals()
+        values = {name: given[name] for name in PPOSettings.__dataclass_fields__}
+        if seed is None:
+            values["seed"] = secrets.randbelow(2**32)
+        settings = settings_from(values)
+        where = usable_device(device)
+        vector = Vector(
+            env,
+            settings.num_envs,
+            settings.vectorization,
+            _table(head_relevance),
+            masks,
+            settings.env_timeout,
         )
-        envs = settings.num_envs
-        world = Vector(
-            env, envs, vectorization, _table(head_relevance), masks, env_timeout
-        )
-        self._env_timeout = env_timeout
         self._source: Source | None = env
-        self._vectorization, self._masks = vectorization, masks
+        self._masks = masks
         try:
-            self._build(world.spec, replace(settings, num_envs=world.num_envs), world)
+            settings = replace(settings, num_envs=vector.num_envs)
+            self._build(vector.spec, settings, vector, where)
         except BaseException:
             if not isinstance(env, VectorEnv):
-                world.close()
+                vector.close()
             raise
 
     def _build(
-        self, spec: SpaceSpec, settings: PPOSettings, world: Vector | None
+        self,
+        spec: SpaceSpec,
+        settings: PPOSettings,
+        vector: Vector | None,
+        device: torch.device,
     ) -> None:
         """Make what is learnt and what learns."""
-        if world is not None:
+        if vector is not None:
             _require_memory(spec, settings)
-            for name in world.spec.dropped:
+            for name in vector.spec.dropped:
                 what = one_line(f"{name!r} of the observation is text and is left out")
                 advice = "Turn it into numbers in a wrapper if the agent needs it"
                 warnings.warn(f"{what}. {advice}.", EsperWarning, stacklevel=4)
-        self.spec, self.settings, self.world = spec, settings, world
+        self.spec, self.settings, self.device = spec, settings, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
-            self.policy = SpacePolicy(spec, settings.policy)
+            self.policy = SpacePolicy(spec, settings).to(device)
         # Without environments nothing is collected.
-        envs, steps = (settings.num_envs, settings.rollout_steps) if world else (1, 1)
+        envs, steps = (settings.num_envs, settings.rollout_steps) if vector else (1, 1)
         buffer = TamiyoRolloutBuffer(
             envs,
             steps,
@@ -288,25 +212,28 @@ class PPO(Stateful):
             state_shape=self.policy.state_shape,
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
+            device=device,
         )
         order = stream_seed(settings.seed, "order")
         parts = min(settings.ppo.minibatches, envs)
         config = replace(settings.ppo, minibatches=parts)
         self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
-        self.observations = ObservationMoments(spec)
+        self.observations = ObservationReader(spec, normalize=settings.normalize)
+        self.world: GymWorld | None = None
+        if vector is not None:
+            self.world = GymWorld(vector, self.observations, learn=True)
         self.generator = stream(settings.seed, "choices")
-        self.steps_done = 0
+        self.rollout_steps = settings.rollout_steps
+        self.env_steps = 0
         """Steps of all environments so far."""
         self.rounds = 0
         """Updates so far."""
         self.masked = False
-        """Whether its environments have masks: no action is meant without one then."""
-        self.share = 1.0
-        """Share of learning rate and entropy weight that was used last."""
-        self._recent: deque[Episode] = deque(maxlen=WINDOW)
-        self._standing: Standing | None = None
-        self._largest = np.zeros(len(spec.image_bounds))
-        """The largest number seen in each image; the policy keeps what follows."""
+        """Whether its environments have masks: then no action is chosen without."""
+        self.factor = 1.0
+        """Factor of learning rate and entropy coefficients after the last `learn`."""
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._rollout: RolloutState | None = None
 
     def learn(
         self,
@@ -314,21 +241,22 @@ class PPO(Stateful):
         *,
         reset_num_timesteps: bool = False,
         progress: bool = False,
-        callback: Callback | None = None,
+        callback: Callable[[RoundRecord], object] | None = None,
         log: str | Path | None = None,
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
-        Learning rate and entropy weight fall linearly to `end_factor` of their
-        settings. A further call starts from the share that the last one reached, so
+        Learning rate and entropy coefficients fall linearly to `end_factor` of their
+        settings. A further call starts from the factor that the last one reached, so
         that they never rise; after a complete call they stay at `end_factor`.
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
-            reset_num_timesteps: Start learning rate, entropy weight and `steps_done`
-                again as in a new agent. Weights and statistics are kept.
+            reset_num_timesteps: Start learning rate, entropy coefficients and
+                `env_steps` again as in a new agent. Weights and statistics are kept.
             progress: Show a progress bar.
-            callback: Called after every update; learning ends when it returns False.
+            callback: Called with a record after every update; learning ends when it
+                returns False.
             log: A folder for `progress.csv`, one row per update, and for the agent
                 itself at the end.
         """
@@ -339,163 +267,88 @@ class PPO(Stateful):
             raise InvalidInputError(
                 f"total_steps must be at least 1, got {quoted(total_steps)}."
             )
-        world, settings, began = self._world(), self.settings, monotonic()
-        each = settings.num_envs * settings.rollout_steps
-        rounds = math.ceil(total_steps / each)
+        world, settings = self._world(), self.settings
         if reset_num_timesteps:
-            self.steps_done, self.share = 0, 1.0
+            self.env_steps, self.factor = 0, 1.0
             self._recent.clear()
-        start, end = self.share, settings.end_factor
-        rows = None if log is None else LogFile(Path(log))
-        bar = Progress(unit="update") if progress else None
+        callbacks: list[Callback] = []
+        if log is not None:
+            callbacks.append(CsvLog(Path(log)))
+        if progress:
+            callbacks.append(ProgressBar(world.vector.name))
+        if callback is not None:
+            callbacks.append(OnRoundEnd(callback))
+        rounds = math.ceil(total_steps / (settings.num_envs * settings.rollout_steps))
+        factors = self.factor, settings.end_factor
+        loop = TrainingLoop(self, rounds, None, factors, callbacks, recent=self._recent)
         try:
-            for index in range(rounds):
-                self.anneal(start + (end - start) * index / max(rounds - 1, 1))
-                ended, update = self.play_round()
-                self._recent.extend(ended)
-                record = LearnRecord(
-                    steps=self.steps_done,
-                    episodes=len(ended),
-                    mean_return=_mean([each.total for each in self._recent]),
-                    mean_length=_mean([each.length for each in self._recent]),
-                    seconds=monotonic() - began,
-                    update=update,
-                )
-                if rows is not None:
-                    rows.add(record)
-                if bar is not None:
-                    text = f"return {record.mean_return:.4g}"
-                    bar.update(world.name, index + 1, rounds, text)
-                goes_on = None if callback is None else callback(record)
-                if isinstance(goes_on, bool | np.bool_) and not goes_on:
-                    break
+            loop.run()
         finally:
-            if bar is not None:
-                bar.close()
+            loop.call("on_close")
+            self.factor = loop.last_factor
         if log is not None:
             self.save(Path(log) / "agent.safetensors")
         return self
 
-    def anneal(self, share: float) -> None:
-        """Use this share of the learning rate and the entropy weights."""
-        self.agent.anneal(share)
-        self.share = share
+    def collect(self) -> list[WorldRollout]:
+        """Fill the agent's buffer with steps."""
+        world = self._world()
+        if self._rollout is None:
+            seed = stream_seed(self.settings.seed, f"environments {self.rounds}")
+            world.seed = seed % 2**31
+            self._rollout = start(world, self.policy)
+            masks = self._rollout.observation.masks
+            self._require_masks(masks)
+            self.masked |= masks is not None
+            if not self.rounds:
+                self._scale_images()
+        # An interrupted rollout leaves environments anywhere: then all start again.
+        state, self._rollout = self._rollout, None
+        self.agent.buffer.reset()
+        self._rollout, stats = collect(
+            self.policy,
+            world,
+            state,
+            self.agent.buffer,
+            self.generator,
+            policy_version=self.agent.version,
+        )
+        self.observations.moments.settle()
+        self.env_steps += stats.env_steps
+        return [WorldRollout({}, stats)]
 
-    def play_round(self) -> tuple[list[Episode], UpdateRecord]:
-        """Collect a rollout and learn from it."""
-        ended = self._collect(self._world())
+    def update(self) -> UpdateRecord:
+        """Learn from what was collected."""
         update = self.agent.update()
-        self._scale_images()
         self.rounds += 1
-        return ended, update
+        self._scale_images()
+        return update
 
     def forget_episodes(self) -> None:
-        """Begin new episodes everywhere with the next rollout; seeds follow from it."""
-        self._standing = None
+        """Start new episodes everywhere with the next rollout; seeds follow from it."""
+        self._rollout = None
 
-    @torch.inference_mode()
-    def _collect(self, world: Vector) -> list[Episode]:
-        """Fill the buffer; returns every episode that ended."""
-        policy, buffer, at = self.policy, self.agent.buffer, self._stand(world)
-        view, state = at.view, at.state
-        self.masked |= view.masks is not None
-        ended: list[Episode] = []
-        # An interrupted rollout leaves environments anywhere: then all begin anew.
-        self._standing = None
-        buffer.reset()
-        buffer.begin(state, self.agent.version)
-        if not self.rounds:
-            self._measure(self.spec.images(view.observation, world.num_envs))
-            self._scale_images()
-        for time in range(buffer.max_steps):
-            features = self.features(view, learn=True, check=True)
-            first, acts = torch.from_numpy(view.episode_start), view.acts
-            decision = policy.act(features, view.masks, first, state, self.generator)
-            step = world.step(self.spec.to_env(decision.actions))
-            final_values = None
-            if (step.truncated & ~step.terminated & acts).any():
-                final = self.features(replace(view, observation=step.final))
-                going_on = torch.zeros_like(first)
-                final_values = policy.value(final, going_on, decision.state)
-            buffer.add(
-                features=features,
-                episode_start=first,
-                masks=decision.masks,
-                actions=decision.actions,
-                log_probs=decision.log_probs,
-                distribution=decision.distribution,
-                values=decision.values,
-                rewards=torch.from_numpy(step.rewards),
-                terminated=torch.from_numpy(step.terminated),
-                truncated=torch.from_numpy(step.truncated),
-                final_values=final_values,
-                acted=None if acts.all() else torch.from_numpy(acts),
-            )
-            at.returns += np.where(acts, step.rewards, 0.0)
-            at.lengths += acts
-            over = np.flatnonzero((step.terminated | step.truncated) & acts)
-            for env in over:
-                figures = float(at.returns[env]), int(at.lengths[env])
-                ended.append(Episode(int(env), time, *figures))
-            at.returns[over], at.lengths[over] = 0.0, 0
-            self.steps_done += int(acts.sum())
-            view, state = step.view, decision.state
-        first = torch.from_numpy(view.episode_start)
-        buffer.finish(policy.value(self.features(view), first, state))
-        at.view, at.state = view, state
-        self._standing = at
-        self.observations.settle()
-        return ended
-
-    def features(
-        self, view: View, *, learn: bool = False, check: bool = False
-    ) -> dict[str, Tensor]:
-        """What the policy reads of all environments.
-
-        Args:
-            view: What they show.
-            learn: Whether the statistics count what is shown.
-            check: Whether NaN and infinity are refused.
-        """
-        envs, spec = len(view.episode_start), self.spec
-        features = spec.images(view.observation, envs)
-        for image in features.values():
-            if check and image.is_floating_point():
-                _require_finite(image.flatten(1).numpy(), view)
-        if learn:
-            self._measure(features)
-        if "vector" in spec.observation:
-            rows = spec.vector(view.observation, envs)
-            if check:
-                _require_finite(rows, view)
-            if self.settings.normalize:
-                if learn:
-                    self.observations.add(rows if view.acts.all() else rows[view.acts])
-                rows = self.observations.normalize(rows)
-            features = {"vector": torch.from_numpy(rows), **features}
-        return features
-
-    def _measure(self, images: Mapping[str, Tensor]) -> None:
-        """Remember the largest number of each image."""
-        if self.settings.normalize:
-            for index, image in enumerate(images.values()):
-                size = float(np.abs(image.numpy()).max())
-                self._largest[index] = max(self._largest[index], size)
+    def change_streams(self, rollbacks: int) -> None:
+        """Use other random numbers after a rollback."""
+        seed, again = self.settings.seed, f"again {rollbacks}"
+        self.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
+        self.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
 
     def _scale_images(self) -> None:
-        """Scale images by what was seen; after the first rollout, only down."""
-        self.policy.scale_images(self._largest, only_down=self.rounds > 0)
+        """Scale images by what was seen; after the first update, only down."""
+        self.policy.scale_images(self.observations.largest, only_down=self.rounds > 1)
 
-    def _stand(self, world: Vector) -> Standing:
-        """Where the environments stand; new episodes everywhere if nowhere yet."""
-        if self._standing is None:
-            seed = stream_seed(self.settings.seed, f"environments {self.rounds}")
-            view = world.reset(seed % 2**31)
-            self._require_masks(view)
-            envs = world.num_envs
-            state = self.policy.initial_state(envs)
-            return Standing(view, state, np.zeros(envs), np.zeros(envs, np.int64))
-        return self._standing
+    @torch.inference_mode()
+    def _decide(
+        self, generator: Generator | None, seen: GymSeen, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Actions on the CPU, and memory after them; greedily without a generator."""
+        envs = len(seen.episode_start)
+        memory = self.policy.initial_state(envs) if memory is None else memory
+        inputs = (seen.features, seen.masks, seen.episode_start, memory)
+        features, masks, starts, memory = to_device(inputs, self.device)
+        decision = self.policy.act(features, masks, starts, memory, generator)
+        return decision.actions.cpu(), decision.state
 
     def predict(
         self,
@@ -551,19 +404,14 @@ class PPO(Stateful):
                 raise NotFiniteError(
                     "state holds NaN or infinity; give None to start again."
                 )
-        view = View(observation, rows, first, np.ones(envs, bool))
-        with torch.inference_mode():
-            decision = self.policy.act(
-                self.features(view, check=True),
-                rows,
-                torch.from_numpy(first),
-                memory,
-                None if deterministic else self.generator,
-            )
-        actions = spec.to_env(decision.actions)
+        features = self.observations.read(observation, np.ones(envs, bool))
+        seen = GymSeen(features, rows, torch.from_numpy(first), None)
+        generator = None if deterministic else self.generator
+        actions, memory = self._decide(generator, seen, memory)
+        actions = spec.to_env(actions)
         after = None
-        if self.settings.policy.memory != "none":
-            after = decision.state.numpy()
+        if self.settings.memory != "none":
+            after = memory.cpu().numpy()
         return (first_of(spec.action_space, actions) if single else actions), after
 
     def evaluate(
@@ -580,9 +428,9 @@ class PPO(Stateful):
         Args:
             episodes: How many.
             env: Where; by default in new environments like those it learns in. A
-                VectorEnv is reset, and learning in it begins new episodes.
-            deterministic: Take likeliest choices instead of drawing them.
-            seed: Of the environments and of drawn choices.
+                VectorEnv is reset, and learning in it starts new episodes.
+            deterministic: Take the likeliest choices instead of drawing them.
+            seed: Seed of the environments and of drawn choices.
             max_steps: Steps within which all episodes must end.
         """
         if not isinstance(episodes, int | np.integer) or episodes < 1:
@@ -592,68 +440,54 @@ class PPO(Stateful):
         source = self._source if env is None else env
         if source is None:
             raise InvalidStateError("there is no environment; give evaluate(env=...).")
-        count = min(episodes, self.settings.num_envs)
-        kind = "sync" if self._vectorization == "async" else self._vectorization
-        seconds = self._env_timeout
-        world = Vector(
-            source, count, kind, self.spec.head_relevance, self._masks, seconds
+        settings = self.settings
+        kind = "sync" if settings.vectorization == "async" else settings.vectorization
+        vector = Vector(
+            source,
+            min(episodes, settings.num_envs),
+            kind,
+            self.spec.head_relevance,
+            self._masks,
+            settings.env_timeout,
         )
         try:
-            return self._evaluate(world, episodes, env, deterministic, seed, max_steps)
+            self._require_spaces(vector)
+            if vector.env is self._source:
+                self._rollout = None
+            return self._evaluate(vector, episodes, env, deterministic, seed, max_steps)
         finally:
             if not isinstance(source, VectorEnv):
-                world.close()
+                vector.close()
 
     def _evaluate(
         self,
-        world: Vector,
+        vector: Vector,
         episodes: int,
         env: Source | None,
         deterministic: bool,
         seed: int,
         max_steps: int,
     ) -> EpisodeReturns:
-        self._require_spaces(world)
-        if world.env is self._source:
-            self._standing = None
-        envs = world.num_envs
-        # Each environment has its share, so that short episodes are not preferred.
-        quota = np.array([(episodes + env) // envs for env in range(envs)])
+        envs = vector.num_envs
+        quota = torch.tensor([(episodes + index) // envs for index in range(envs)])
         generator = None if deterministic else stream(seed, "evaluation")
-        view, state = world.reset(seed), self.policy.initial_state(envs)
-        self._require_masks(view)
-        if env is None:
-            self.masked |= view.masks is not None
-        returns, lengths = np.zeros(envs), np.zeros(envs, np.int64)
-        found: list[tuple[float, int]] = []
-        for _ in range(max_steps):
-            with torch.inference_mode():
-                decision = self.policy.act(
-                    self.features(view, check=True),
-                    view.masks,
-                    torch.from_numpy(view.episode_start),
-                    state,
-                    generator,
-                )
-            step = world.step(self.spec.to_env(decision.actions))
-            returns += np.where(view.acts, step.rewards, 0.0)
-            lengths += view.acts
-            over = np.flatnonzero((step.terminated | step.truncated) & view.acts)
-            for env_index in over:
-                if quota[env_index]:
-                    quota[env_index] -= 1
-                    found.append((float(returns[env_index]), int(lengths[env_index])))
-            returns[over], lengths[over] = 0.0, 0
-            if not quota.any():
-                break
-            view, state = step.view, decision.state
-        else:
+
+        def decide(seen: GymSeen, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+            if memory is None:
+                self._require_masks(seen.masks)
+                if env is None:
+                    self.masked |= seen.masks is not None
+            return self._decide(generator, seen, memory)
+
+        world = GymWorld(vector, self.observations, seed)
+        try:
+            found = play(world, decide, quota, max_steps=max_steps)
+        except InvalidStateError:
             raise InvalidInputError(
                 f"some episode did not end within {max_steps} steps; set a time limit: "
                 "gymnasium.make(..., max_episode_steps=1000)."
-            )
-        totals, counts = zip(*found, strict=True)
-        return EpisodeReturns(np.array(totals), np.array(counts))
+            ) from None
+        return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
@@ -663,9 +497,9 @@ class PPO(Stateful):
             name: "inf" if value == math.inf else value
             for name, value in settings["ppo"].items()
         }
-        facts = {"settings": settings, "masked": self.masked, "share": self.share}
+        facts = {"settings": settings, "masked": self.masked, "factor": self.factor}
         facts |= self.spec.describe()
-        manifest = manifest_of(facts, self.steps_done)
+        manifest = manifest_of(facts, self.env_steps)
         file = Path(path)
         with storage(file, "write"):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -685,6 +519,7 @@ class PPO(Stateful):
         *,
         vectorization: Vectorization = "sync",
         masks: MaskSource | None = "auto",
+        device: torch.device | str = "cpu",
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 
@@ -693,62 +528,68 @@ class PPO(Stateful):
             env: Where to learn on and evaluate; not needed to predict.
             vectorization: As in `PPO`.
             masks: As in `PPO`.
+            device: As in `PPO`.
         """
         tensors, manifest = read_safetensors(Path(path), _fit_agent)
         assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
-        agent = cls.__new__(cls)
-        agent._source, agent._vectorization, agent._masks = env, vectorization, masks
-        world = None
+        settings = replace(settings, vectorization=vectorization)
+        agent, where = cls.__new__(cls), usable_device(device)
+        agent._source, agent._masks = env, masks
+        vector = None
         if env is not None:
-            world = Vector(
-                env, settings.num_envs, vectorization, spec.head_relevance, masks
+            vector = Vector(
+                env,
+                settings.num_envs,
+                vectorization,
+                spec.head_relevance,
+                masks,
+                settings.env_timeout,
             )
-            settings = replace(settings, num_envs=world.num_envs)
-        agent._build(spec, settings, world)
-        if world is not None:
-            agent._require_spaces(world)
+            settings = replace(settings, num_envs=vector.num_envs)
+        agent._build(spec, settings, vector, where)
+        if vector is not None:
+            agent._require_spaces(vector)
         load(agent, tensors)
-        # Files of older versions do not say these.
-        agent.masked = manifest.facts.get("masked", False) is True
-        share = manifest.facts.get("share", 1.0)
-        agent.share = share if isinstance(share, float) and 0 <= share <= 1 else 1.0
+        agent.masked = manifest.facts.get("masked") is True
+        factor = manifest.facts.get("factor")
+        agent.factor = factor if isinstance(factor, float) and 0 <= factor <= 1 else 1.0
         return agent
 
     def close(self) -> None:
         """End the environments' processes, if they have any."""
         if self.world is not None:
-            self.world.close()
+            self.world.vector.close()
 
-    def _world(self) -> Vector:
+    def _world(self) -> GymWorld:
         if self.world is None:
             raise InvalidStateError(
                 "there is no environment to learn in; PPO.load(env=...)."
             )
         return self.world
 
-    def _require_masks(self, view: View) -> None:
+    def _require_masks(self, masks: Tensor | None) -> None:
         """Refuse environments without masks if the agent learnt with them."""
-        if self.masked and view.masks is None and self._masks is not None:
+        if self.masked and masks is None and self._masks is not None:
             raise InvalidInputError(
-                f"this agent learnt with masks, and there are none{view.where}; give "
+                "this agent learnt with masks, and these environments have none; give "
                 "them, or PPO.load(masks=None) to do without."
             )
 
-    def _require_spaces(self, world: Vector) -> None:
+    def _require_spaces(self, vector: Vector) -> None:
         for name in ("observation_space", "action_space"):
-            mine, other = getattr(self.spec, name), getattr(world.spec, name)
+            mine, other = getattr(self.spec, name), getattr(vector.spec, name)
             # Spaces of other orders are equal to Gymnasium, but heads have an order.
             orders = [
                 [part.path for part in parts_of(space)] for space in (mine, other)
             ]
             if mine != other or orders[0] != orders[1]:
                 raise InvalidInputError(
-                    f"the agent's {name} is {mine}, that of {world.name} is {other}."
+                    f"the agent's {name} is {mine}, that of {vector.name} is {other}."
                 )
 
 
-class LogFile:
+class CsvLog(Callback):
     """`progress.csv`: one row per update."""
 
     def __init__(self, folder: Path) -> None:
@@ -756,9 +597,9 @@ class LogFile:
         with storage(folder, "write"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, record: LearnRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Append a row."""
-        plain = ("steps", "episodes", "mean_return", "mean_length", "seconds")
+        plain = ("env_steps", "episodes", "recent_return", "recent_length", "seconds")
         row = {name: getattr(record, name) for name in plain}
         row |= {name: getattr(record.update, name) for name in SCALARS}
         for name, head in record.update.heads.items():
@@ -779,40 +620,20 @@ class LogFile:
             writer.writerow(row)
 
 
-def _settings(values: Mapping[str, Any]) -> PPOSettings:
-    """Settings of the types that files have; refuses others in one line."""
-    try:
-        return _SETTINGS.validate_python(_plain(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        own = first.get("ctx", {}).get("error")
-        if isinstance(own, InvalidInputError):
-            raise own from None
-        name = ".".join(map(str, first["loc"]))
-        why = first["msg"].removeprefix("Input should be ")
-        more = " Schedules are not supported." if callable(first["input"]) else ""
-        text = f"{name} must be {why}, got {quoted(first['input'])}.{more}"
-        raise InvalidInputError(text) from None
+class ProgressBar(Callback):
+    """A bar with the recent return."""
 
+    def __init__(self, name: str) -> None:
+        self._name, self._bar = name, Progress(unit="update")
 
-def _plain(value: Any) -> Any:  # noqa: ANN401
-    """A value without NumPy's numbers, which files do not hold."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
+        """Move the bar."""
+        text = f"return {record.recent_return:.4g}"
+        self._bar.update(self._name, record.round, record.rounds, text)
 
-
-def _full(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Some settings of the update, laid over the usual ones."""
-    if not isinstance(given, Mapping):
-        raise InvalidInputError(
-            f"ppo must be a PPOConfig or a mapping, got {quoted(given)}."
-        )
-    usual = asdict(DEFAULTS)
-    for name in given:
-        if name not in usual:
-            raise unknown("ppo has no setting", name, usual)
-    return usual | {**given}
+    def on_close(self) -> None:
+        """Leave the terminal."""
+        self._bar.close()
 
 
 def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
@@ -835,7 +656,7 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
     rollout = settings.num_envs * settings.rollout_steps * (seen + choices)
     columns = sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
     # Weights, gradients and two moments, in float32.
-    layers = 16 * settings.policy.width * (columns + choices)
+    layers = 16 * settings.width * (columns + choices)
     needed, there = rollout + layers, machine_memory()
     if needed > there:
         raise InvalidInputError(
@@ -844,29 +665,16 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
         )
 
 
-def _require_finite(rows: Array, view: View) -> None:
-    broken = ~np.isfinite(rows).all(axis=1) & view.acts
-    if broken.any():
-        raise NotFiniteError(
-            f"the observation of environment {int(broken.argmax())}{view.where} holds "
-            "NaN or infinity; clip it there."
-        )
-
-
-def _mean(figures: Sequence[float]) -> float:
-    return float(np.mean(figures)) if figures else math.nan
-
-
 def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
     """Refuse a file whose tensors are not those of the policy that it describes."""
     assert manifest is not None
     spec, settings = _described(manifest)
     columns = spec.observation["vector"].shape[0] if "vector" in spec.observation else 0
-    sizes = {"width": settings.policy.width, "the observation": columns}
+    sizes = {"width": settings.width, "the observation": columns}
     require_explained({**sizes, "the action": len(spec.sizes)}, tensors.values())
     _ = spec.allowed  # holds numbers, so it must not be made without memory
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        policy = SpacePolicy(spec, settings.policy)
+        policy = SpacePolicy(spec, settings)
     start = "agent/policy"
     own = {name: part for name, part in tensors.items() if name.startswith(start)}
     check_fit(leaves(policy, start), own)

@@ -9,217 +9,77 @@ is saved: a signal or a crash costs the rounds since the last one.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from time import monotonic
-from typing import Annotated, Any, Final
+from typing import Final
 
 import numpy as np
-from pydantic import Field
+import torch
 
 from esper.contracts.errors import EsperError, InvalidInputError
 from esper.contracts.messages import one_line, quoted, refusal
-from esper.contracts.state import leaves
-from esper.rl.ppo import DEFAULTS, PPO, Episode
-from esper.rl.vector import Vectorization
-from esper.runs.records import TEST, RoundRecord
-from esper.runs.run import STORE, Run, validate_name
-from esper.runs.settings import (
-    Count,
-    RngSeed,
-    Text,
-    as_toml,
-    construct,
-    settings,
-    table_of,
-)
+from esper.contracts.state import Stateful, leaves
+from esper.rl.ppo import PPO
+from esper.rl.settings import PPORunConfig, PPOSettings
+from esper.runs.records import TEST
+from esper.runs.run import STORE, Run
+from esper.runs.settings import as_toml, construct, table_of
 from esper.runs.store import Store, usable_store
-from esper.runs.streams import stream_seed
-from esper.runs.train_config import Budget, CheckpointConfig, check_limits
-from esper.simic.agent.memory import MemoryName
-from esper.simic.agent.ppo import PPOConfig
-from esper.training.callbacks import Checkpoint, TensorBoard, summary_writer
-from esper.training.loop import Callback, TrainingLoop
+from esper.runs.train_config import Budget
+from esper.training.callbacks import Checkpoint, Record, TensorBoard, summary_writer
+from esper.training.loop import Callback, TrainingLoop, WorldRollout
 from esper.training.recovery import Attempt, RunResult, train_on, train_to_end
-from esper.workers.deadline import TIMEOUT
 
 KIND: Final = "ppo"
 """What `versions.json` calls such a run."""
 AGENT: Final = "agent.safetensors"
 """The file of the agent in the folder of a finished run."""
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-@settings
-class PPORunConfig:
-    """A run of PPO in one environment."""
-
-    env: Text = "CartPole-v1"
-    """Gymnasium id of the environment."""
-    total_steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
-    """Total environment steps, summed over all environments."""
-    memory: MemoryName = "none"
-    """Memory type: mingru, gru, lstm or none."""
-    num_envs: Count = 16
-    """Number of parallel environments."""
-    rollout_steps: Count = 128
-    """Steps per environment between two updates."""
-    vectorization: Vectorization = "sync"
-    """Vectorization: sync (one process), async (a process per environment) or native
-    (the environment's own)."""
-    env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
-    """Time limit of one environment call in seconds."""
-    gamma: Fraction = 0.99
-    """Discount factor per step."""
-    gae_lambda: Fraction = 0.95
-    """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
-    end_factor: Fraction = 0.1
-    """Learning rate and entropy coefficients fall linearly to this fraction."""
-    width: Count = 64
-    """Width of the hidden layers and of the memory."""
-    layers: Count = 1
-    """Number of memory layers."""
-    separate_value: bool = False
-    """Use a separate encoder and memory for the value function."""
-    autoregressive: bool = False
-    """Condition each action head on the actions of the heads before it."""
-    normalize: bool = True
-    """Normalise numeric observations with running statistics."""
-    ppo: PPOConfig = DEFAULTS
-    """Hyperparameters of the PPO update."""
-    checkpoint: CheckpointConfig = field(
-        default_factory=lambda: CheckpointConfig(every=20)
-    )
-    """Checkpoints and logs; every checkpoint starts new episodes."""
-    episodes: Count = 20
-    """Episodes of the final evaluation."""
-    rng_seed: RngSeed = 0
-    """Random seed of the run."""
-    name: Annotated[str, Field(max_length=255)] | None = None
-    """Name of the run; none: a generated name."""
-    runs: Text = "runs"
-    """Folder that contains the runs."""
-
-    def __post_init__(self) -> None:
-        """Refuse what the fields alone let through."""
-        check_limits("ppo", self.ppo)
-        if self.name is not None:
-            validate_name(self.name)
-
-    def make(self) -> PPO:
-        """The agent in its environments."""
-        return PPO(
-            self.env,
-            memory=self.memory,
-            num_envs=self.num_envs,
-            vectorization=self.vectorization,
-            seed=self.rng_seed,
-            rollout_steps=self.rollout_steps,
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-            end_factor=self.end_factor,
-            width=self.width,
-            layers=self.layers,
-            separate_value=self.separate_value,
-            autoregressive=self.autoregressive,
-            normalize=self.normalize,
-            ppo=self.ppo,
-            env_timeout=self.env_timeout,
-        )
-
-
-class PPOTrainer(TrainingLoop):
-    """An agent between two rounds.
+class RecordedPPO(Stateful):
+    """An agent whose episodes are rows of a store.
 
     Args:
         ppo: The agent in its environments.
-        config: Of the run.
-        store: Gets a row for every episode that ends.
-        callbacks: Called around rounds.
-        signals: Training ends after a round in which this is no longer empty.
     """
 
-    STATE = ("ppo", "episodes", *TrainingLoop.STATE)
+    STATE = ("ppo", "episodes")
+    relative = False
 
-    def __init__(
-        self,
-        ppo: PPO,
-        config: PPORunConfig,
-        store: Store,
-        callbacks: Sequence[Callback] = (),
-        signals: Sequence[int] = (),
-    ) -> None:
-        rounds = Budget(env_steps=config.total_steps).rounds_of(
-            config.num_envs * config.rollout_steps
-        )
-        super().__init__(rounds, None, callbacks, signals)
-        self.ppo, self.config, self._store = ppo, config, store
-        self.episodes = np.zeros(config.num_envs, np.int64)
+    def __init__(self, ppo: PPO) -> None:
+        self.ppo, self.agent, self.rollout_steps = ppo, ppo.agent, ppo.rollout_steps
+        self.episodes = np.zeros(ppo.settings.num_envs, np.int64)
         """Episodes that ended in each environment."""
+        self.update, self.forget_episodes = ppo.update, ppo.forget_episodes
+        self.change_streams = ppo.change_streams
 
     @property
     def env_steps(self) -> int:
         """Steps since the start, over all environments."""
-        return self.ppo.steps_done
+        return self.ppo.env_steps
 
-    @property
-    def begins_anew(self) -> bool:
-        """Whether all environments begin new episodes with the next round."""
-        return self.round % self.config.checkpoint.every == 0
-
-    @property
-    def sound(self) -> bool:
-        """Whether the state is worth going back to: no episode is under way."""
-        return super().sound and (self.begins_anew or self.over)
-
-    def play_round(self) -> RoundRecord:
-        """Collect a rollout and learn from it."""
-        began, ppo = monotonic(), self.ppo
-        if self.begins_anew:
-            ppo.forget_episodes()
-        share = 1.0 - (1.0 - self.config.end_factor) * self.done
-        ppo.anneal(share)
-        ended, update = ppo.play_round()
-        self.round += 1
-        self.seconds += monotonic() - began
-        if ended:
-            self._store.add("episodes", round=self.round, **self._rows(ended))
-        returns = [episode.total for episode in ended]
-        record = RoundRecord(
-            round=self.round,
-            rounds=self.rounds,
-            env_steps=self.env_steps,
-            seconds=self.seconds,
-            mean_return=float(np.mean(returns)) if returns else float("nan"),
-            learning_rate=share * self.config.ppo.learning_rate,
-            update=update,
-        )
-        self._store.add_round(record)
-        return record
-
-    def _rows(self, ended: Sequence[Episode]) -> dict[str, Any]:
-        """Columns of the episodes that ended in the round that was just played."""
+    def collect(self) -> list[WorldRollout]:
+        """Fill the agent's buffer; the episodes that ended are numbered."""
+        stats = self.ppo.collect()[0].stats
         numbers = []
-        for episode in ended:
-            self.episodes[episode.env] += 1
-            numbers.append(int(self.episodes[episode.env]))
-        before = (self.round - 1) * self.config.rollout_steps
-        return {
-            "step": [before + episode.step + 1 for episode in ended],
-            "env": [episode.env for episode in ended],
-            "task": self.config.env,
-            "episode": numbers,
-            "return": [episode.total for episode in ended],
+        for env in stats.env.tolist():
+            self.episodes[env] += 1
+            numbers.append(int(self.episodes[env]))
+        rows = {
+            "index": stats.step,
+            "env": stats.env,
+            "episode": torch.tensor(numbers, dtype=torch.int64),
+            "return": stats.returns,
         }
+        return [WorldRollout({"episodes": rows} if numbers else {}, stats)]
 
-    def draw_streams_anew(self, rollbacks: int) -> None:
-        """Give choices and minibatches other random streams after a rollback."""
-        self.rollbacks = rollbacks
-        seed, again = self.config.rng_seed, f"again {self.rollbacks}"
-        self.ppo.generator.manual_seed(stream_seed(seed, f"choices, {again}"))
-        self.ppo.agent.generator.manual_seed(stream_seed(seed, f"order, {again}"))
+
+def made(config: PPORunConfig) -> PPO:
+    """The agent in its environments."""
+    names = PPOSettings.__dataclass_fields__
+    return PPO(config.env, **{name: getattr(config, name) for name in names})
 
 
 def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -229,14 +89,12 @@ def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunRe
         config: All settings.
         callbacks: Called besides those that record and save.
     """
-    config.make().close()  # refuse what cannot be learnt before there is a folder
+    made(config).close()  # refuse what cannot be learnt before there is a folder
     if config.checkpoint.tensorboard:
         summary_writer()
-    facts = {"kind": KIND, "rng_seed": config.rng_seed, "tasks": [config.env]}
+    facts = {"kind": KIND, "rng_seed": config.seed, "tasks": [config.env]}
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
-        what = (
-            f"{config.env}, {config.num_envs} environments, rng_seed {config.rng_seed}"
-        )
+        what = f"{config.env}, {config.num_envs} environments, seed {config.seed}"
         first = (f"Learning {what}.", f"The run is in {run.path}.")
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
@@ -308,20 +166,29 @@ def _attempt(
     """Learn from the newest checkpoint, if there is one, to an end."""
     checkpoints = run.checkpoints(keep=config.checkpoint.last)
     facts = {"config": hashlib.sha256(run.config_toml.encode()).hexdigest()}
-    agent = config.make()
+    agent = made(config)
     with usable_store(run.path / STORE, run.id) as store:
-        own: list[Callback] = [*callbacks]
+        own: list[Callback] = [Record(store, [config.env]), *callbacks]
         if config.checkpoint.tensorboard:
             own.append(TensorBoard(run.path / "tensorboard"))
         own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
-        trainer = PPOTrainer(agent, config, store, own, signals)
+        rollout = config.num_envs * config.rollout_steps
+        trainer = TrainingLoop(
+            RecordedPPO(agent),
+            Budget(env_steps=config.total_steps).rounds_of(rollout),
+            None,
+            (1.0, config.end_factor),
+            own,
+            signals,
+            fresh_every=config.checkpoint.every,
+        )
         try:
             found = checkpoints.latest(leaves(trainer))
             start, trouble = train_on(
                 trainer, run, store, checkpoints, found, facts, trouble, rollbacks
             )
             if trouble is None and not trainer.interrupted():
-                _finish(run, store, trainer)
+                _finish(run, store, trainer, config)
         except EsperError as error:
             # An environment that raised, or a process that died: nothing is lost.
             saved = checkpoints.steps()
@@ -334,9 +201,11 @@ def _attempt(
     return start, trainer, trouble
 
 
-def _finish(run: Run, store: Store, trainer: PPOTrainer) -> None:
+def _finish(
+    run: Run, store: Store, trainer: TrainingLoop, config: PPORunConfig
+) -> None:
     """Judge the agent, save it and mark the run as complete."""
-    agent, episodes = trainer.ppo, trainer.config.episodes
+    agent, episodes = trainer.algorithm.ppo, config.episodes
     figures: dict[str, float] = {}
     try:
         found = agent.evaluate(episodes=episodes)

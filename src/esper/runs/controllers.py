@@ -41,7 +41,7 @@ from esper.tamiyo.shipped import (
     weightless_policy,
 )
 
-POLICY: Final = "agent/policy/"
+POLICY: Final = "algorithm/agent/policy/"
 """Prefix of the policy's tensors in a checkpoint."""
 EXPORTED_VERSIONS: Final = (
     *("began", "commit", "esper", "python", "torch", "numpy", "numba", "machine"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -52,8 +52,16 @@ class RoundRecord:
     """Decisions since the start, over all environments."""
     seconds: float
     """Time since the start."""
+    episodes: int = 0
+    """Episodes that ended in this rollout."""
     mean_return: float
     """Mean return of the episodes that ended in this rollout; NaN if none did."""
+    mean_length: float = nan
+    """Their mean length in steps."""
+    recent_return: float = nan
+    """Mean return of the last 100 episodes; NaN before the first one ends."""
+    recent_length: float = nan
+    """Mean length in steps of the same episodes."""
     learning_rate: float
     """Learning rate of the update."""
     mean_score: float | None = None

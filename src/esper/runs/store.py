@@ -56,6 +56,10 @@ Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
 Row = tuple[Any, ...]
 
 
+UNSTORED: Final = ("episodes", "mean_length", "recent_return", "recent_length")
+"""Figures of a round that follow from the table of episodes."""
+
+
 class Store:
     """Writes the events of a run; call `begin_attempt` first."""
 
@@ -133,7 +137,8 @@ class Store:
     def add_round(self, record: RoundRecord) -> None:
         """Add a round and its update, head by head."""
         figures = asdict(record)
-        del figures["rounds"]
+        for name in ("rounds", *UNSTORED):
+            del figures[name]
         update = figures.pop("update")
         heads: Mapping[str, Mapping[str, float]] = update.pop("heads")
         self.add("rounds", **figures, **update)

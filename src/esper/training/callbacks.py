@@ -29,8 +29,7 @@ from esper.runs.records import (
 from esper.runs.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.training.loop import PATIENCE, Callback, Trainer, TrainingLoop
-from esper.training.shards import ShardRollout
+from esper.training.loop import PATIENCE, Callback, TrainingLoop, WorldRollout
 
 LINES: Final = 16
 """Lines about rounds, where there is no terminal."""
@@ -51,26 +50,26 @@ class Record(Callback):
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
 
-    def on_rollout(self, trainer: Trainer, rollout: Sequence[ShardRollout]) -> None:
+    def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
         """The rows of all steps."""
-        before = trainer.round * trainer.steps
+        before = loop.round * loop.algorithm.rollout_steps
         for task, played in zip(self._tasks, rollout, strict=True):
             for table, columns in played.rows.items():
                 rows = {**columns}
                 step = rows.pop("index") + before + 1
-                round = trainer.round + 1
+                round = loop.round + 1
                 self._store.add(table, round=round, step=step, task=task, **rows)
 
-    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """The rows of one round."""
         self._store.add_round(record)
 
-    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
+    def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
         """The rows of a periodic evaluation."""
         for task, judged in results.items():
             self._store.add_evaluation(
                 judged,
-                round=trainer.round,
+                round=loop.round,
                 stage=VALIDATION,
                 controller=LEARNED,
                 task=task,
@@ -88,12 +87,12 @@ class TensorBoard(Callback):
         self._folder = str(folder)
         self._writer: Any = None
 
-    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Open the files; figures beyond a checkpoint are no longer shown."""
-        later = trainer.env_steps + 1 if resumed else None
+        later = loop.env_steps + 1 if resumed else None
         self._writer = summary_writer()(self._folder, purge_step=later)
 
-    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Write the figures of one round."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record.env_steps)
@@ -128,13 +127,13 @@ class ConsoleProgress(Callback):
         """Show how far something is."""
         self._progress.update(name, done, total, text)
 
-    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
+    def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
         """Print the results."""
         mean = mean_return(results)
         figure = f"return {mean:+.4f}"
-        if trainer.relative:
+        if loop.algorithm.relative:
             figure = f"{mean:+.1%} of the errors removed, net of rent"
-        self.on_message(f"round {trainer.round}  validation hosts: {figure}")
+        self.on_message(f"round {loop.round}  validation hosts: {figure}")
         if self._details:
             parts = [
                 f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
@@ -142,10 +141,10 @@ class ConsoleProgress(Callback):
             ]
             self.on_message(f"  {', '.join(parts)}")
 
-    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Show one round."""
         self._returns.append(record.mean_return)
-        minutes, endless = trainer.minutes, record.rounds == ENDLESS
+        minutes, endless = loop.minutes, record.rounds == ENDLESS
         left = f"{time_left(record, minutes)} left"
         if self._console.is_terminal:
             done: tuple[str, float, float] = ("training", record.round, record.rounds)
@@ -162,7 +161,9 @@ class ConsoleProgress(Callback):
         if due or record.round == 1:
             self._last = record.seconds
             total = "" if endless else f"/{record.rounds}"
-            text = record.headline(relative=trainer.relative, details=self._details)
+            text = record.headline(
+                relative=loop.algorithm.relative, details=self._details
+            )
             self.on_message(f"round {record.round}{total}  {text}  {left}")
 
     def on_close(self) -> None:
@@ -193,18 +194,16 @@ class Evaluate(Callback):
     def __init__(self, every: int, evaluate: Callable[[TamiyoPolicy], Results]) -> None:
         self._every, self._evaluate = every, evaluate
 
-    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Where it starts from."""
-        assert isinstance(trainer, Trainer)
-        if not resumed and not trainer.stopping:
-            trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
+        if not resumed and not loop.stopping:
+            loop.call("on_evaluation", loop, self._evaluate(loop.algorithm.policy))
 
-    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """If it is time to; a signal must not choose another best checkpoint."""
-        assert isinstance(trainer, Trainer)
-        due = record.round % self._every == 0 or trainer.over
-        if due and trainer.sound:
-            trainer.call("on_evaluation", trainer, self._evaluate(trainer.policy))
+        due = record.round % self._every == 0 or loop.over
+        if due and loop.sound:
+            loop.call("on_evaluation", loop, self._evaluate(loop.algorithm.policy))
 
 
 class Checkpoint(Callback):
@@ -231,37 +230,37 @@ class Checkpoint(Callback):
         self._failures = 0
         self._score: float | None = None
 
-    def on_evaluation(self, trainer: Trainer, results: Results) -> None:
+    def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
         """Remember how good the policy is."""
         self._score = mean_return(results)
 
-    def on_train_start(self, trainer: TrainingLoop, *, resumed: bool) -> None:
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Save where it starts from, or remove what a death left behind."""
         if resumed:
             with suppress(StorageError):
-                self._folder.prune(trainer.round)
-        elif not trainer.stopping:
-            self._save(trainer, last=False)
+                self._folder.prune(loop.round)
+        elif not loop.stopping:
+            self._save(loop, last=False)
 
-    def on_round_end(self, trainer: TrainingLoop, record: RoundRecord) -> None:
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Save if it is time to."""
-        last = trainer.over or trainer.stopping
+        last = loop.over or loop.stopping
         due = last or self._score is not None or record.round % self._every == 0
         # What is gone back to, or gone on from, should be sound.
-        if due and trainer.sound:
-            self._save(trainer, last=last)
+        if due and loop.sound:
+            self._save(loop, last=last)
 
-    def _save(self, trainer: TrainingLoop, *, last: bool) -> None:
+    def _save(self, loop: TrainingLoop, *, last: bool) -> None:
         score, self._score = self._score, None
         try:
             self._store.flush()
-            self._folder.publish(trainer.round, save(trainer), self._facts, score=score)
+            self._folder.publish(loop.round, save(loop), self._facts, score=score)
             self._failures = 0
         except StorageError as trouble:
             self._failures += 1
             if last or self._failures == PATIENCE:
                 raise
-            trainer.call("on_message", f"{trouble} Training goes on.", warning=True)
+            loop.call("on_message", f"{trouble} Training goes on.", warning=True)
 
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:

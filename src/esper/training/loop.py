@@ -1,66 +1,95 @@
 """The training loop: rounds of a rollout and an update, with callbacks around them.
 
-    trainer = Trainer(world, config, steps=16, callbacks=[...])
-    trainer.run()
-    trainer.policy
+    loop = TrainingLoop(algorithm, rounds=100, callbacks=[...])
+    loop.run()
 
-It knows any world by its protocol. `esper.training.train` makes runs of it.
+`esper train`, `esper ppo` and `PPO.learn` all use it. They differ in the algorithm:
+`ControllerPPO` trains Tamiyo in many worlds, `PPO` trains in one Gymnasium environment.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Protocol
 
-import torch
+import numpy as np
 
-from esper.contracts.errors import InvalidInputError, NotFiniteError
+from esper.contracts.errors import NotFiniteError
 from esper.contracts.state import Stateful, leaves
-from esper.contracts.world import VectorWorld
-from esper.environment.mixture import Mixture
 from esper.runs.records import Results, RoundRecord
-from esper.runs.streams import stream_seed
+from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.tamiyo.rollout import concat
-from esper.training.shards import (
-    ShardJob,
-    ShardRollout,
-    first_shard,
-    play_shard,
-    require_played,
-)
-from esper.workers.jobs import Workers
-
-if TYPE_CHECKING:
-    from esper.runs.train_config import TrainConfig
+from esper.simic.rollout import EpisodeStats, concat
 
 PATIENCE: Final = 3
-"""Failures in a row that are borne: refused checkpoints, refused updates."""
-LARGEST: Final = 1e30
-"""A number of this size is as good as infinite: its square is."""
-BROKEN: Final = f"{PATIENCE} rounds in a row had no update that was finite"
+"""Failures in a row that are tolerated: refused checkpoints, refused updates."""
+OVERFLOW: Final = 1e30
+"""A number of this size counts as infinite: its square is."""
+BROKEN: Final = f"{PATIENCE} rounds in a row had no finite update"
+WINDOW: Final = 100
+"""Episodes in the running mean of returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldRollout:
+    """What one world contributed to a rollout."""
+
+    rows: Mapping[str, Mapping[str, Any]]
+    """Columns of the store's tables, with `index`: the step within the rollout."""
+    stats: EpisodeStats
+
+
+class Algorithm(Protocol):
+    """What a `TrainingLoop` trains: it collects rollouts and learns from them."""
+
+    agent: PPOAgent
+    relative: bool
+    """Whether rewards are fractions of the errors of hosts that never grow."""
+    rollout_steps: int
+    """Steps of each environment between two updates."""
+
+    @property
+    def env_steps(self) -> int:
+        """Steps since the start, over all environments."""
+        ...
+
+    def collect(self) -> Sequence[WorldRollout]:
+        """Fill the agent's buffer; one part for each world."""
+        ...
+
+    def update(self) -> UpdateRecord:
+        """Learn from what was collected."""
+        ...
+
+    def forget_episodes(self) -> None:
+        """Start new episodes everywhere with the next rollout."""
+        ...
+
+    def change_streams(self, rollbacks: int) -> None:
+        """Use other random numbers after a rollback."""
+        ...
 
 
 class Callback:
     """Hooks into a training; each does nothing unless it is overridden."""
 
     def on_message(self, text: str, *, warning: bool = False) -> None:
-        """Something to be read by people."""
+        """A line for people to read."""
 
     def on_progress(self, name: str, done: int, total: int, text: str) -> None:
         """One step of something that takes a while before or after the rounds."""
 
-    def on_train_start(self, trainer: "TrainingLoop", *, resumed: bool) -> None:
+    def on_train_start(self, loop: "TrainingLoop", *, resumed: bool) -> None:
         """Before the first round; `resumed`: from a checkpoint."""
 
-    def on_rollout(self, trainer: "Trainer", rollout: Sequence[ShardRollout]) -> None:
+    def on_rollout(self, loop: "TrainingLoop", rollout: Sequence[WorldRollout]) -> None:
         """After every rollout, before the update; one part for each world."""
 
-    def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
+    def on_round_end(self, loop: "TrainingLoop", record: RoundRecord) -> None:
         """After every round."""
 
-    def on_evaluation(self, trainer: "Trainer", results: Results) -> None:
+    def on_evaluation(self, loop: "TrainingLoop", results: Results) -> None:
         """After a periodic evaluation."""
 
     def on_close(self) -> None:
@@ -68,42 +97,57 @@ class Callback:
 
 
 class OnRoundEnd(Callback):
-    """Calls a function with the record of every round."""
+    """Calls a function with the record of every round; False ends the training."""
 
     def __init__(self, function: Callable[[RoundRecord], object]) -> None:
         self._function = function
 
-    def on_round_end(self, trainer: "TrainingLoop", record: RoundRecord) -> None:
+    def on_round_end(self, loop: "TrainingLoop", record: RoundRecord) -> None:
         """Call it."""
-        self._function(record)
+        answer = self._function(record)
+        if isinstance(answer, bool | np.bool_) and not answer:
+            loop.stopping = True
 
 
 class TrainingLoop(Stateful):
-    """Rounds of something that learns, with callbacks around them.
+    """Rounds of an algorithm that learns, with callbacks around them.
 
     Args:
-        rounds: Rounds that the budget allows for, time aside.
-        minutes: Time after which it is over; None: never.
-        callbacks: Called around steps and rounds.
+        algorithm: What learns.
+        rounds: Maximum number of rounds.
+        minutes: Maximum time in minutes; None: no limit.
+        factors: Learning rate and entropy coefficients are multiplied by a factor that
+            moves linearly from the first number to the second.
+        callbacks: Called around rollouts and rounds.
         signals: Training ends after a round in which this is no longer empty.
+        fresh_every: Start new episodes every so many rounds. Only then is the state
+            complete, if that of the environments cannot be saved.
+        recent: The last episodes, if training goes on from an earlier loop.
     """
 
-    relative = False
-    """Whether rewards are shares of the errors of hosts that never grow."""
-    STATE: ClassVar[tuple[str, ...]] = ("round", "seconds", "rollbacks")
-    DERIVED: ClassVar[tuple[str, ...]] = ("refused_rounds", "stopping")
+    STATE: ClassVar[tuple[str, ...]] = ("algorithm", "round", "seconds", "rollbacks")
+    DERIVED: ClassVar[tuple[str, ...]] = ("refused_rounds", "stopping", "last_factor")
 
     def __init__(
         self,
+        algorithm: Algorithm,
         rounds: int,
         minutes: float | None = None,
+        factors: tuple[float, float] = (1.0, 1.0),
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),
+        fresh_every: int | None = None,
+        recent: deque[tuple[float, int]] | None = None,
     ) -> None:
-        self.rounds, self.minutes = rounds, minutes
+        self.algorithm: Any = algorithm
+        self.rounds, self.minutes, self._factors = rounds, minutes, factors
         self.callbacks, self._signals = tuple(callbacks), signals
+        self._fresh_every = fresh_every
+        self._recent = deque(maxlen=WINDOW) if recent is None else recent
+        self.last_factor = factors[0]
+        """Factor of the last round."""
         self.round = 0
-        """Rounds that were played."""
+        """Rounds so far."""
         self.seconds = 0.0
         """Time that they took."""
         self.rollbacks = 0
@@ -111,20 +155,26 @@ class TrainingLoop(Stateful):
         self.refused_rounds = 0
         """Rounds in a row, up to the last one, whose updates were all refused."""
         self.stopping = False
-        """Whether a signal ends training with the last round."""
+        """Whether training ends with the last round."""
 
     @property
     def env_steps(self) -> int:
-        """Decisions since the start, over all environments."""
-        raise NotImplementedError
+        """Steps since the start, over all environments."""
+        return int(self.algorithm.env_steps)
 
     @property
     def done(self) -> float:
-        """Share of the budget that is used up, from 0 to 1."""
-        share = self.round / max(self.rounds - 1, 1)
+        """Fraction of the budget that is used up, from 0 to 1."""
+        fraction = self.round / max(self.rounds - 1, 1)
         if self.minutes is not None:
-            share = max(share, self.seconds / (60 * self.minutes))
-        return min(share, 1.0)
+            fraction = max(fraction, self.seconds / (60 * self.minutes))
+        return min(fraction, 1.0)
+
+    @property
+    def factor(self) -> float:
+        """Factor of learning rate and entropy coefficients in the next round."""
+        start, end = self._factors
+        return start + (end - start) * self.done
 
     @property
     def over(self) -> bool:
@@ -138,9 +188,15 @@ class TrainingLoop(Stateful):
         return self.refused_rounds >= PATIENCE
 
     @property
+    def starts_episodes(self) -> bool:
+        """Whether all environments start new episodes with the next round."""
+        return self._fresh_every is not None and self.round % self._fresh_every == 0
+
+    @property
     def sound(self) -> bool:
-        """Whether the state is worth going back to, or the last there will be."""
-        return not self.refused_rounds or (self.over and not self.diverged)
+        """Whether the state is complete and worth going back to, or the last one."""
+        whole = self._fresh_every is None or self.starts_episodes or self.over
+        return whole and (not self.refused_rounds or (self.over and not self.diverged))
 
     def interrupted(self) -> bool:
         """Whether a signal has come."""
@@ -168,144 +224,51 @@ class TrainingLoop(Stateful):
 
     def play_round(self) -> RoundRecord:
         """Collect a rollout and learn from it."""
-        raise NotImplementedError
-
-    def draw_streams_anew(self, rollbacks: int) -> None:
-        """Give choices and minibatches other random streams after a rollback."""
-        raise NotImplementedError
-
-
-class Trainer(TrainingLoop):
-    """Worlds, the policy that acts in them and its learner, between two rounds.
-
-    Args:
-        world: Where the policy acts; it is reset.
-        config: Learner, budget and random seed; the rest is not read.
-        steps: Decisions per environment and rollout.
-        callbacks: Called around rollouts and rounds.
-        signals: Training ends after a round in which this is no longer empty.
-        workers: Who plays the worlds; none: this process. It makes no difference to
-            what is learned.
-    """
-
-    STATE = ("shards", "agent", *TrainingLoop.STATE)
-    DERIVED = ("policy", "mixture", *TrainingLoop.DERIVED)
-
-    def __init__(
-        self,
-        world: VectorWorld | Mixture,
-        config: "TrainConfig",
-        steps: int,
-        callbacks: Sequence[Callback] = (),
-        signals: Sequence[int] = (),
-        workers: Workers | None = None,
-    ) -> None:
-        if steps < 1:
-            raise InvalidInputError(f"steps must be at least 1, got {steps}.")
-        mixture = world if isinstance(world, Mixture) else Mixture.of([world])
-        rounds = config.budget.rounds_of(steps * mixture.num_envs)
-        super().__init__(rounds, config.budget.minutes, callbacks, signals)
-        self.mixture, self.config, self.steps = mixture, config, steps
-        self.workers = workers or Workers()
-        self.relative = config.world.relative
-        learner, seed = config.learner, config.rng_seed
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(seed, "weights"))
-            self.policy = TamiyoPolicy(mixture.spec, learner.policy)
-        buffer = TamiyoRolloutBuffer(
-            mixture.num_envs,
-            steps,
-            mixture.spec,
-            state_shape=self.policy.state_shape,
-            gamma=learner.gamma,
-            gae_lambda=learner.gae_lambda,
-        )
-        order = stream_seed(seed, "order")
-        self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
-        self.shards = [
-            first_shard(mixture, number, self.policy)
-            for number in range(len(mixture.counts))
-        ]
-
-    @property
-    def env_steps(self) -> int:
-        """Decisions since the start, over all environments."""
-        return self.round * self.steps * self.mixture.num_envs
-
-    def play_round(self) -> RoundRecord:
-        """Collect a rollout and learn from it."""
-        began, learner, agent = time.monotonic(), self.config.learner, self.agent
-        share = 1.0 - (1.0 - learner.end_factor) * self.done
-        agent.anneal(share)
-        rollout = self.play_shards()
-        self.shards = [played.shard for played in rollout]
-        agent.buffer.join(
-            [played.columns for played in rollout],
-            agent.version,
-            self.mixture.group_size,
-        )
-        finished = concat([played.finished for played in rollout])
+        began, agent = time.monotonic(), self.algorithm.agent
+        if self.starts_episodes:
+            self.algorithm.forget_episodes()
+        agent.anneal(factor := self.factor)
+        self.last_factor = factor
+        rollout = self.algorithm.collect()
         self.call("on_rollout", self, rollout)
         self.require_finite()  # NaN in a moment would reach the weights
-        update = agent.update()
+        update = self.algorithm.update()
         self.require_finite()
         self.round += 1
         self.seconds += time.monotonic() - began
+        stats = concat([part.stats for part in rollout])
+        ended = stats.returns.tolist(), stats.lengths.tolist()
+        self._recent.extend(zip(*ended, strict=True))
         return RoundRecord(
             round=self.round,
             rounds=self.rounds,
             env_steps=self.env_steps,
             seconds=self.seconds,
-            mean_return=finished.mean_return(),
-            mean_score=finished.mean("score"),
-            added=finished.mean("added"),
-            learning_rate=share * learner.ppo.learning_rate,
+            episodes=len(ended[0]),
+            mean_return=_mean(ended[0]),
+            mean_length=_mean(ended[1]),
+            recent_return=_mean([total for total, _ in self._recent]),
+            recent_length=_mean([length for _, length in self._recent]),
+            mean_score=stats.mean("score"),
+            added=stats.mean("added"),
+            learning_rate=factor * agent.config.learning_rate,
             update=update,
         )
 
-    def jobs(self) -> list[ShardJob]:
-        """What the next rollouts depend on, but for the policy."""
-        return [
-            ShardJob(
-                mixture=self.mixture,
-                number=number,
-                round=self.round,
-                shard=shard,
-                policy=self.config.learner.policy,
-                steps=self.steps,
-                rng_seed=self.config.rng_seed,
-                rollbacks=self.rollbacks,
-            )
-            for number, shard in enumerate(self.shards)
-        ]
-
-    def play_shards(self) -> list[ShardRollout]:
-        """The rollouts of all worlds, by the present policy."""
-        results = self.workers.run(
-            play_shard,
-            self.jobs(),
-            dict(self.policy.state_dict()),
-            about=lambda job: f"world {job.number + 1} in round {job.round + 1}",
-            check=lambda job, played: require_played(job, self.agent.buffer, played),
-        )
-        return [*results]
-
     def require_finite(self) -> None:
-        """Refuse a learner with a weight, moment or memory that is no usable number."""
-        found = leaves(self.agent, "agent") | {
-            f"memory of world {number + 1}": shard.live.state
-            for number, shard in enumerate(self.shards)
-            if shard.live is not None
-        }
-        for name, tensor in found.items():
-            if tensor.is_floating_point() and not bool((tensor.abs() < LARGEST).all()):
+        """Refuse weights, moments and memories that are not usable numbers."""
+        for name, tensor in leaves(self.algorithm, "algorithm").items():
+            if tensor.is_floating_point() and not bool((tensor.abs() < OVERFLOW).all()):
                 raise NotFiniteError(
-                    f"{name} holds NaN, infinity or as good as that in round "
-                    f"{self.round}"
+                    f"{name} holds NaN, infinity or a number above {OVERFLOW:g} in "
+                    f"round {self.round}"
                 )
 
-    def draw_streams_anew(self, rollbacks: int) -> None:
-        """Give choices and minibatches other random streams after a rollback."""
+    def change_streams(self, rollbacks: int) -> None:
+        """Use other random numbers after a rollback."""
         self.rollbacks = rollbacks
-        again = f"order, again {rollbacks}"
-        self.agent.generator.manual_seed(stream_seed(self.config.rng_seed, again))
+        self.algorithm.change_streams(rollbacks)
+
+
+def _mean(figures: Sequence[float]) -> float:
+    return float(np.mean(figures)) if figures else float("nan")

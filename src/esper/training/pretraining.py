@@ -42,7 +42,7 @@ from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.heads import legal_rows
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tasks.task import Task
-from esper.training.loop import Trainer
+from esper.training.controller_ppo import controller_loop
 from esper.training.recordings import (
     MOST,
     Recording,
@@ -97,14 +97,14 @@ def warm_policy(
         budget=replace(own.budget, rounds=ROUNDS),
         learner=replace(own.learner, policy=config.learner.policy),
     )
-    trainer = Trainer(mixture_for(simulated), simulated, steps_of(simulated))
+    trainer = controller_loop(mixture_for(simulated), simulated, steps_of(simulated))
     while not trainer.over:
         if stop():
             return None
         record = trainer.play_round()
         text = f"return {record.mean_return:+.3f}"
         report("simulated world", record.round, ROUNDS, text)
-    return dict(trainer.policy.state_dict())
+    return dict(trainer.algorithm.policy.state_dict())
 
 
 def recorded_policy(

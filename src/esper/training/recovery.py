@@ -120,7 +120,7 @@ def train_on(
     notes += [("store", line) for line in store.warnings]
     start = trainer.round
     if trouble is not None:
-        trainer.draw_streams_anew(rollbacks)
+        trainer.change_streams(rollbacks)
         text = f"{trouble}; restarting from round {start} with new random numbers."
         notes.append(("refused", text))
     for kind, text in notes:

@@ -24,8 +24,9 @@ from esper.environment.mixture import Mixture
 from esper.runs.seed_events import events_between
 from esper.runs.streams import stream
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.rollout import RolloutState, Transition, collect, start
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.rollout import EpisodeStats, RolloutState, Transition, collect, start
+from esper.training.loop import WorldRollout
 
 FIGURES = ("score", "test", "added", "macs", "panicked")
 """Of an episode's network, as the store has them."""
@@ -60,15 +61,12 @@ class ShardJob:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRollout:
-    """What came of it."""
+class ShardRollout(WorldRollout):
+    """The rollout of one shard, and where it stands after it."""
 
     shard: Shard
     columns: Mapping[str, Tensor]
-    """The rollout; see `TamiyoRolloutBuffer.columns`."""
-    rows: Mapping[str, Mapping[str, Any]]
-    """Columns of the store's tables, with `index`: the step within the rollout."""
-    finished: EpisodeStats
+    """The steps; see `TamiyoRolloutBuffer.columns`."""
 
 
 def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
@@ -99,11 +97,11 @@ def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     )
     choices = f"choices, {number}, {job.round}, {job.rollbacks}"
     steps: list[Transition] = []
-    live, finished = collect(
-        world,
+    live, stats = collect(
         policy,
-        buffer,
+        world,
         live,
+        buffer,
         stream(job.rng_seed, choices),
         policy_version=0,
         on_step=steps.append,
@@ -115,9 +113,8 @@ def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
         None if mixture.redrawn else live,
         mixture.keep(number, world),
     )
-    return ShardRollout(
-        after, buffer.columns(), rows_of(steps, episode, world), finished
-    )
+    rows = rows_of(steps, episode, world)
+    return ShardRollout(rows, stats, after, buffer.columns())
 
 
 def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:

@@ -50,7 +50,8 @@ from esper.training.callbacks import (
     TensorBoard,
     summary_writer,
 )
-from esper.training.loop import Callback, Trainer
+from esper.training.controller_ppo import controller_loop
+from esper.training.loop import Callback, TrainingLoop
 from esper.training.pretraining import (
     given_recordings,
     own_recordings,
@@ -211,7 +212,8 @@ def _attempt(
             watch = partial(_watch, config, workers)
             own.append(Evaluate(config.evaluation.every, watch))
         own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
-        trainer = Trainer(mixture, config, steps_of(config), own, signals, workers)
+        steps = steps_of(config)
+        trainer = controller_loop(mixture, config, steps, own, signals, workers)
         try:
             start, trouble = train_on(
                 trainer,
@@ -252,7 +254,7 @@ def _started_with(config: TrainConfig, run: Run) -> dict[str, int | None]:
     return {"recorded_steps": None if _starts_from_recordings(config) else 0}
 
 
-def _start_from(config: TrainConfig, run: Run, trainer: Trainer) -> None:
+def _start_from(config: TrainConfig, run: Run, trainer: TrainingLoop) -> None:
     """Give a new policy the weights that the run is to start from."""
 
     def report(name: str, done: int, total: int, text: str) -> None:
@@ -265,11 +267,11 @@ def _start_from(config: TrainConfig, run: Run, trainer: Trainer) -> None:
             return  # that is where it is going anyway
         weights = warm_policy(config, report, trainer.interrupted)
     elif _starts_from_recordings(config):
-        spec, stop = trainer.policy.spec, trainer.interrupted
+        spec, stop = trainer.algorithm.policy.spec, trainer.interrupted
         recordings: list[Recording] | None
         if config.start_from == RECORDINGS:
             folder = run.path / OWN_RECORDINGS
-            workers = trainer.workers
+            workers = trainer.algorithm.workers
             recordings = own_recordings(config, spec, folder, report, stop, workers)
         else:
             recordings = given_recordings(config, spec)
@@ -281,7 +283,7 @@ def _start_from(config: TrainConfig, run: Run, trainer: Trainer) -> None:
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     if weights is not None:
-        load(trainer.policy, weights)
+        load(trainer.algorithm.policy, weights)
 
 
 def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
@@ -315,7 +317,7 @@ def jobs_left(
 
 
 def _evaluate_test(
-    config: TrainConfig, run: Run, store: Store, trainer: Trainer
+    config: TrainConfig, run: Run, store: Store, trainer: TrainingLoop
 ) -> None:
     """Evaluate the best policy and all other arms on hosts that are new to all.
 
@@ -337,7 +339,7 @@ def _evaluate_test(
         trainer.call("on_message", f"{arm}: {text}")
     results = stored_results(
         jobs,
-        trainer.workers,
+        trainer.algorithm.workers,
         store,
         round=trainer.round,
         stop=trainer.interrupted,

@@ -126,6 +126,10 @@ class Policy(Protocol):
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Return empty memory."""
 
+    def read(self, observation: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Features and masks of what a world shows."""
+        ...
+
     def act(
         self,
         features: Any,  # noqa: ANN401

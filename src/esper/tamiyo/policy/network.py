@@ -40,6 +40,7 @@ from esper.simic.agent.distribution import (
     require_choice,
 )
 from esper.simic.agent.memory import MemoryName, make_memory, require_sizes
+from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
     HOST_COLUMNS,
@@ -141,6 +142,11 @@ class TamiyoPolicy(nn.Module):
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Return empty memory."""
         return self.value_mean.new_zeros(envs, *self.state_shape)
+
+    def read(self, observation: Observation) -> tuple[Features, ActionMasks]:
+        """Features and masks of what a world shows."""
+        spec = self.spec
+        return compute_features(observation, spec), compute_masks(observation, spec)
 
     @torch.no_grad()
     def act(

@@ -1,10 +1,13 @@
-"""Running statistics that normalise the numbers of observations."""
+"""From raw observations to what a policy reads: split, checked and normalised."""
 
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from esper.contracts.errors import NotFiniteError
 from esper.contracts.state import Stateful
 from esper.rl.spaces import SpaceSpec
 
@@ -72,3 +75,64 @@ class ObservationMoments(Stateful):
         """Distances from the mean in deviations, at most `CLIP` of them."""
         centred = (rows - self._shift) * self._scale
         return np.clip(centred, -CLIP, CLIP, out=centred)
+
+
+class ObservationReader(Stateful):
+    """Turns observations into features, with running statistics.
+
+    Args:
+        spec: Spaces of the environment.
+        normalize: Whether numbers are normalised. Images are scaled by the policy.
+    """
+
+    STATE = ("moments",)
+    DERIVED = ("largest",)
+
+    def __init__(self, spec: SpaceSpec, *, normalize: bool) -> None:
+        self._spec, self._normalize = spec, normalize
+        self.moments = ObservationMoments(spec)
+        self.largest = np.zeros(len(spec.image_bounds))
+        """The largest number seen in each image."""
+
+    def read(
+        self,
+        observation: Any,  # noqa: ANN401
+        acts: Array,
+        where: str = "",
+        *,
+        learn: bool = False,
+    ) -> dict[str, Tensor]:
+        """Features of all environments; refuses NaN and infinity.
+
+        Args:
+            observation: As the batched observation space has it.
+            acts: Environments whose next action counts; others are not checked.
+            where: Name and step of the environments, for errors.
+            learn: Whether the statistics count what is shown.
+        """
+        spec, envs = self._spec, len(acts)
+        features = spec.images(observation, envs)
+        for index, image in enumerate(features.values()):
+            if image.is_floating_point():
+                _require_finite(image.flatten(1).numpy(), acts, where)
+            if learn and self._normalize:
+                size = float(np.abs(image.numpy()).max())
+                self.largest[index] = max(self.largest[index], size)
+        if "vector" in spec.observation:
+            rows = spec.vector(observation, envs)
+            _require_finite(rows, acts, where)
+            if self._normalize:
+                if learn:
+                    self.moments.add(rows if acts.all() else rows[acts])
+                rows = self.moments.normalize(rows)
+            features = {"vector": torch.from_numpy(rows), **features}
+        return features
+
+
+def _require_finite(rows: Array, acts: Array, where: str) -> None:
+    broken = ~np.isfinite(rows).all(axis=1) & acts
+    if broken.any():
+        raise NotFiniteError(
+            f"the observation of environment {int(broken.argmax())}{where} holds "
+            "NaN or infinity; clip it there."
+        )

@@ -1,0 +1,367 @@
+"""Rollouts: a policy steps a vector of environments, in any kind of world.
+
+`collect` fills a buffer with the steps of a policy that learns. `play` plays whole
+episodes with anything that decides. Environments run on the CPU; the policy and the
+buffer may live on another device. Each step then copies what the policy reads to the
+device, and the actions back.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Generator, Tensor
+
+from esper.contracts.errors import InvalidStateError
+from esper.contracts.world import EpisodeReport
+from esper.simic.agent.distribution import Policy
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Seen(Protocol):
+    """What a world shows of all environments before they act."""
+
+    @property
+    def episode_start(self) -> Bool[Tensor, " env"]:
+        """Whether it is the first observation of an episode."""
+        ...
+
+    @property
+    def acts(self) -> Bool[Tensor, " env"] | None:
+        """Environments whose next action counts; None: all of them."""
+        ...
+
+
+@runtime_checkable
+class WorldStep(Protocol):
+    """What one action of all environments leads to; `StepResult` is one."""
+
+    @property
+    def observation(self) -> Any:  # noqa: ANN401
+        """The next observation; of a new episode where the old one ended."""
+        ...
+
+    @property
+    def reward(self) -> Float[Tensor, " env"]:
+        """Reward of the step."""
+        ...
+
+    @property
+    def terminated(self) -> Bool[Tensor, " env"]:
+        """Whether the episode has no future."""
+        ...
+
+    @property
+    def truncated(self) -> Bool[Tensor, " env"]:
+        """Whether the episode was cut although it had a future."""
+        ...
+
+    @property
+    def final(self) -> Any:  # noqa: ANN401
+        """The true last observation where truncated; None if nothing was."""
+        ...
+
+    @property
+    def report(self) -> EpisodeReport | None:
+        """Results of the networks whose episodes ended, if the world has any."""
+        ...
+
+
+@runtime_checkable
+class World(Protocol):
+    """Many environments that step together; `VectorWorld` is one."""
+
+    num_envs: int
+
+    @property
+    def group_size(self) -> int:
+        """Environments in a row that share random numbers."""
+        ...
+
+    def reset(self) -> Any:  # noqa: ANN401
+        """Start a new episode everywhere and return what is seen."""
+        ...
+
+    def step(self, actions: Shaped[Tensor, "env head"]) -> WorldStep:
+        """Act everywhere."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """Where all environments are between two rollouts."""
+
+    observation: Any
+    state: Float[Tensor, "env layer state"]
+    """The policy's memory; of another episode where `observation.episode_start`."""
+    returns: Float[Tensor, " env"]
+    """Rewards of the running episodes so far, in float64."""
+    lengths: Int64[Tensor, " env"]
+    """Their steps so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One step of all environments."""
+
+    observation: Any
+    actions: Shaped[Tensor, "env head"]
+    result: Any
+    returns: Float[Tensor, " env"]
+    """Rewards of the episode, including this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStats:
+    """The episodes that ended in some steps, in order."""
+
+    env: Int64[Tensor, " episode"]
+    step: Int64[Tensor, " episode"]
+    """Step of the rollout in which it ended, from 0."""
+    returns: Float[Tensor, " episode"]
+    lengths: Int64[Tensor, " episode"]
+    env_steps: int
+    """Steps of all environments, also of episodes that have not ended."""
+    reports: tuple[EpisodeReport, ...] = ()
+    """Results of their networks, if the world has any."""
+
+    def mean_return(self) -> float:
+        """Mean return of the episodes that ended; NaN if none did."""
+        return float(self.returns.mean())
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a figure of the networks; None if there are none."""
+        if not self.reports:
+            return None
+        return float(torch.cat([getattr(each, name) for each in self.reports]).mean())
+
+
+def concat(parts: Sequence[EpisodeStats]) -> EpisodeStats:
+    """The episodes of several rollouts."""
+    return EpisodeStats(
+        torch.cat([part.env for part in parts]),
+        torch.cat([part.step for part in parts]),
+        torch.cat([part.returns for part in parts]),
+        torch.cat([part.lengths for part in parts]),
+        sum(part.env_steps for part in parts),
+        tuple(report for part in parts for report in part.reports),
+    )
+
+
+class Episodes:
+    """Counts rewards and steps of running episodes, and keeps those that end."""
+
+    def __init__(self, returns: Tensor, lengths: Tensor) -> None:
+        self.returns, self.lengths = returns.clone(), lengths.clone()
+        self._ended: list[tuple[Tensor, ...]] = []
+        self._reports: list[EpisodeReport] = []
+        self._steps = self._env_steps = 0
+
+    @classmethod
+    def none(cls, envs: int) -> "Episodes":
+        """New episodes everywhere."""
+        zeros = torch.zeros(envs, dtype=torch.int64)
+        return cls(zeros.double(), zeros)
+
+    def add(self, acts: Tensor | None, result: WorldStep) -> Tensor:
+        """Count one step; returns the rewards so far, this step included."""
+        acted = torch.ones_like(result.terminated) if acts is None else acts
+        self.returns += torch.where(acted, result.reward, 0.0)
+        self.lengths += acted
+        self._env_steps += int(acted.sum())
+        so_far = self.returns.clone()
+        ended = (result.terminated | result.truncated) & acted
+        if bool(ended.any()):
+            env = ended.nonzero().flatten()
+            step = torch.full_like(env, self._steps)
+            self._ended.append((env, step, self.returns[env], self.lengths[env]))
+            self.returns[env], self.lengths[env] = 0.0, 0
+        if result.report is not None:
+            self._reports.append(result.report)
+        self._steps += 1
+        return so_far
+
+    def stats(self) -> EpisodeStats:
+        """All that ended."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        ended = self._ended or [(nothing, nothing, nothing.double(), nothing)]
+        env, step, returns, lengths = map(torch.cat, zip(*ended, strict=True))
+        reports = tuple(self._reports)
+        return EpisodeStats(env, step, returns, lengths, self._env_steps, reports)
+
+
+def start(world: World, policy: Policy) -> RolloutState:
+    """Start a new episode everywhere, with empty memory."""
+    fresh = Episodes.none(world.num_envs)
+    memory = policy.initial_state(world.num_envs)
+    return RolloutState(world.reset(), memory, fresh.returns, fresh.lengths)
+
+
+@torch.inference_mode()
+def collect(
+    policy: Policy,
+    world: World,
+    state: RolloutState,
+    buffer: TamiyoRolloutBuffer,
+    generator: Generator,
+    *,
+    policy_version: int = 0,
+    on_step: Callable[[Transition], None] | None = None,
+) -> tuple[RolloutState, EpisodeStats]:
+    """Fill a buffer with steps of a policy.
+
+    Args:
+        policy: Decides.
+        world: Where the policy acts.
+        state: Where the environments are: what `start` or the last call returned.
+        buffer: Stores the steps; it must be empty.
+        generator: The only source of randomness.
+        policy_version: `PPOAgent.version` of the policy.
+        on_step: Called after every step.
+
+    Returns:
+        Where the environments are now, and the episodes that ended.
+    """
+    seen, memory = state.observation, state.state
+    episodes = Episodes(state.returns, state.lengths)
+    device = buffer.device
+    buffer.begin(memory, policy_version, world.group_size)
+    for _ in range(buffer.max_steps):
+        features, masks = to_device(policy.read(seen), device)
+        first = to_device(seen.episode_start, device)
+        decision = policy.act(features, masks, first, memory, generator)
+        result = world.step(decision.actions.cpu())
+        so_far = episodes.add(seen.acts, result)
+        if on_step is not None:
+            on_step(Transition(seen, decision.actions, result, so_far))
+        final_values = None
+        if result.final is not None:
+            final, _ = to_device(policy.read(result.final), device)
+            going_on = torch.zeros_like(first)
+            final_values = policy.value(final, going_on, decision.state)
+        ends = torch.stack([result.terminated, result.truncated])
+        terminated, truncated = to_device(ends, device)
+        buffer.add(
+            features=features,
+            episode_start=first,
+            masks=decision.masks,
+            actions=decision.actions,
+            log_probs=decision.log_probs,
+            distribution=decision.distribution,
+            values=decision.values,
+            rewards=to_device(result.reward, device),
+            terminated=terminated,
+            truncated=truncated,
+            final_values=final_values,
+            acted=to_device(seen.acts, device),
+        )
+        seen, memory = result.observation, decision.state
+    features, _ = to_device(policy.read(seen), device)
+    first = to_device(seen.episode_start, device)
+    buffer.finish(policy.value(features, first, memory))
+    after = RolloutState(seen, memory, episodes.returns, episodes.lengths)
+    return after, episodes.stats()
+
+
+@torch.inference_mode()
+def play(
+    world: World,
+    decide: Callable[[Any, Any], tuple[Shaped[Tensor, "env head"], Any]],
+    quota: Int64[Tensor, " env"] | None = None,
+    *,
+    max_steps: int = 10_000,
+    on_step: Callable[[Tensor, Any], None] | None = None,
+) -> EpisodeStats:
+    """Play whole episodes without learning.
+
+    Args:
+        world: Where to play; it is reset.
+        decide: Actions and the next memory, from what is seen and the memory; the
+            memory is None at first.
+        quota: Episodes to play in each environment, so that short ones are not
+            preferred; None: one each.
+        max_steps: Steps within which all of them must end.
+        on_step: Called after every step with the actions and their result.
+
+    Returns:
+        The first `quota` episodes of every environment, in the order of their ends.
+    """
+    left = torch.ones(world.num_envs, dtype=torch.int64) if quota is None else quota
+    left = left.clone()
+    seen, memory = world.reset(), None
+    episodes, kept = Episodes.none(world.num_envs), list[int]()
+    counted = 0
+    for _ in range(max_steps):
+        actions, memory = decide(seen, memory)
+        result = world.step(actions)
+        if on_step is not None:
+            on_step(actions, result)
+        episodes.add(seen.acts, result)
+        ended = result.terminated | result.truncated
+        ended = ended if seen.acts is None else ended & seen.acts
+        for env in ended.nonzero().flatten().tolist():
+            if left[env] > 0:
+                left[env] -= 1
+                kept.append(counted)
+            counted += 1
+        seen = result.observation
+        if not bool(left.any()):
+            all_, of = episodes.stats(), torch.tensor(kept, dtype=torch.int64)
+            return replace(
+                all_,
+                env=all_.env[of],
+                step=all_.step[of],
+                returns=all_.returns[of],
+                lengths=all_.lengths[of],
+            )
+    raise InvalidStateError(
+        f"some episode did not end within {max_steps} steps; set a time limit."
+    )
+
+
+def to_device(tree: T, device: torch.device) -> T:
+    """A tree of tensors on a device, in one copy per dtype; itself if that is the CPU.
+
+    A tree is a tensor, None, or a dict, tuple or dataclass of trees.
+    """
+    if device.type == "cpu":
+        return tree
+    host = _tensors(tree)
+    moved: dict[torch.dtype, Iterator[Tensor]] = {}
+    for dtype in {tensor.dtype for tensor in host}:
+        parts = [tensor for tensor in host if tensor.dtype == dtype]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        if device.type == "cuda":  # only from pinned memory does a copy not wait
+            packed = packed.pin_memory()
+        sizes = [part.numel() for part in parts]
+        moved[dtype] = iter(packed.to(device, non_blocking=True).split(sizes))
+    on_device: T = _rebuilt(tree, lambda x: next(moved[x.dtype]).view(x.shape))
+    return on_device
+
+
+def _tensors(tree: Any) -> list[Tensor]:  # noqa: ANN401
+    """The tensors of a tree, in the order of `_rebuilt`."""
+    found: list[Tensor] = []
+
+    def keep(part: Tensor) -> Tensor:
+        found.append(part)
+        return part
+
+    _rebuilt(tree, keep)
+    return found
+
+
+def _rebuilt(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        parts = {f.name: _rebuilt(getattr(tree, f.name), change) for f in fields(tree)}
+        return replace(tree, **parts)
+    if isinstance(tree, dict):
+        return {name: _rebuilt(part, change) for name, part in tree.items()}
+    return tuple(_rebuilt(part, change) for part in tree) if tree is not None else None

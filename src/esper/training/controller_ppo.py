@@ -1,0 +1,147 @@
+"""PPO of a controller over many worlds, each of which is a shard.
+
+A rollout is one job per world, here or in workers; results do not depend on who does
+them. The buffer joins the shards in order, and one update follows.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from esper.contracts.state import Stateful
+from esper.contracts.world import VectorWorld
+from esper.environment.mixture import Mixture
+from esper.runs.streams import stream_seed
+from esper.simic.agent.metrics import UpdateRecord
+from esper.simic.agent.ppo import PPOAgent
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.training.loop import Callback, TrainingLoop
+from esper.training.shards import (
+    ShardJob,
+    ShardRollout,
+    first_shard,
+    play_shard,
+    require_played,
+)
+from esper.workers.jobs import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from esper.runs.train_config import TrainConfig
+
+
+class ControllerPPO(Stateful):
+    """Worlds, the policy that acts in them and its learner, between two rounds.
+
+    Args:
+        world: Where the policy acts; it is reset.
+        config: Learner and random seed; the rest is not read.
+        rollout_steps: Decisions per environment and rollout.
+        workers: Who plays the worlds; None: this process.
+    """
+
+    STATE = ("shards", "agent", "round", "rollbacks")
+    DERIVED = ("policy", "mixture")
+
+    def __init__(
+        self,
+        world: VectorWorld | Mixture,
+        config: "TrainConfig",
+        rollout_steps: int,
+        workers: Workers | None = None,
+    ) -> None:
+        mixture = world if isinstance(world, Mixture) else Mixture.of([world])
+        self.mixture, self.config = mixture, config
+        self.relative = config.world.relative
+        self.rollout_steps, self.workers = rollout_steps, workers or Workers()
+        self.round = 0
+        """Rollouts so far."""
+        self.rollbacks = 0
+        """How often the run went back; another number gives other random streams."""
+        learner, seed = config.learner, config.rng_seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(seed, "weights"))
+            self.policy = TamiyoPolicy(mixture.spec, learner.policy)
+        buffer = TamiyoRolloutBuffer(
+            mixture.num_envs,
+            rollout_steps,
+            mixture.spec,
+            state_shape=self.policy.state_shape,
+            gamma=learner.gamma,
+            gae_lambda=learner.gae_lambda,
+        )
+        order = stream_seed(seed, "order")
+        self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
+        self.shards = [
+            first_shard(mixture, number, self.policy)
+            for number in range(len(mixture.counts))
+        ]
+
+    @property
+    def env_steps(self) -> int:
+        """Decisions since the start, over all environments."""
+        return self.round * self.rollout_steps * self.mixture.num_envs
+
+    def collect(self) -> list[ShardRollout]:
+        """The rollouts of all worlds, by the present policy."""
+        found = self.workers.run(
+            play_shard,
+            self.jobs(),
+            dict(self.policy.state_dict()),
+            about=lambda job: f"world {job.number + 1} in round {job.round + 1}",
+            check=lambda job, played: require_played(job, self.agent.buffer, played),
+        )
+        rollout = [*found]
+        self.shards = [played.shard for played in rollout]
+        columns = [played.columns for played in rollout]
+        self.agent.buffer.join(columns, self.agent.version, self.mixture.group_size)
+        self.round += 1
+        return rollout
+
+    def jobs(self) -> list[ShardJob]:
+        """What the next rollouts depend on, except for the policy."""
+        return [
+            ShardJob(
+                mixture=self.mixture,
+                number=number,
+                round=self.round,
+                shard=shard,
+                policy=self.config.learner.policy,
+                steps=self.rollout_steps,
+                rng_seed=self.config.rng_seed,
+                rollbacks=self.rollbacks,
+            )
+            for number, shard in enumerate(self.shards)
+        ]
+
+    def update(self) -> UpdateRecord:
+        """Learn from what was collected."""
+        return self.agent.update()
+
+    def forget_episodes(self) -> None:
+        """Nothing: the state of these worlds is saved."""
+
+    def change_streams(self, rollbacks: int) -> None:
+        """Use other random numbers after a rollback."""
+        self.rollbacks = rollbacks
+        again = f"order, again {rollbacks}"
+        self.agent.generator.manual_seed(stream_seed(self.config.rng_seed, again))
+
+
+def controller_loop(
+    world: VectorWorld | Mixture,
+    config: "TrainConfig",
+    rollout_steps: int,
+    callbacks: "Sequence[Callback]" = (),
+    signals: "Sequence[int]" = (),
+    workers: Workers | None = None,
+) -> TrainingLoop:
+    """The training of a controller that settings describe."""
+    algorithm = ControllerPPO(world, config, rollout_steps, workers)
+    budget, end = config.budget, config.learner.end_factor
+    rounds = budget.rounds_of(rollout_steps * algorithm.mixture.num_envs)
+    return TrainingLoop(
+        algorithm, rounds, budget.minutes, (1.0, end), callbacks, signals
+    )
