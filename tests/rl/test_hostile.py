@@ -111,7 +111,7 @@ def test_a_process_of_an_environment_has_a_deadline(name, error, words, capfd):
     agent = PPO(made(name), num_envs=2, rollout_steps=4, width=8, vectorization="async")
     if error is WorkersError:
         agent.world._seconds = 0.5
-    processes = agent.world.env.processes
+    processes = agent.world.vector.env.processes
     with pytest.raises(error, match=words):
         agent.learn(8)
     assert not any(process.is_alive() for process in processes)

@@ -26,7 +26,7 @@ def learnt(env, steps=8_000, **options) -> PPO:
 def value(agent, *rows):
     """V of first observations."""
     batch = np.array(rows, np.float32)
-    normal = torch.from_numpy(agent.observations.normalize(batch))
+    normal = torch.from_numpy(agent.observations.moments.normalize(batch))
     first = torch.ones(len(rows), dtype=torch.bool)
     state = agent.policy.initial_state(len(rows))
     return agent.policy.value({"vector": normal}, first, state).numpy()

@@ -4,11 +4,11 @@ The names are those of the constructor of `PPO` and of the options of `esper ppo
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import asdict, field
 from typing import Annotated, Any, Final
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from esper.contracts.errors import unknown
 from esper.contracts.messages import quoted, refusal
@@ -54,7 +54,7 @@ class PPOSettings:
     """Learning rate and entropy coefficients fall linearly to this fraction."""
     width: Count = 64
     """Width of the hidden layers and of the memory."""
-    layers: Count = 1
+    layers: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of memory layers."""
     separate_value: bool = False
     """Use a separate encoder and memory for the value function."""
@@ -108,17 +108,20 @@ def settings_from(values: Mapping[str, Any]) -> PPOSettings:
     if not isinstance(ppo, PPOConfig):
         if not isinstance(ppo, Mapping):
             raise refusal(f"ppo must be a PPOConfig or a mapping, got {quoted(ppo)}.")
-        usual = {name: getattr(DEFAULTS, name) for name in PPOConfig.__slots__}
-        for name in ppo:
+        usual = asdict(DEFAULTS)
+        for name, value in ppo.items():
             if name not in usual:
                 raise unknown("ppo has no setting", name, usual)
-        ppo = PPOConfig(**usual | _plain(ppo))
-    for name, value in values.items():
-        if callable(value) and not isinstance(value, type):
-            raise refusal(
-                f"{name} must be a value, got {quoted(value)}. Schedules are not "
-                "supported."
-            )
+            if callable(value):
+                raise refusal(f"ppo.{name} is a function. Schedules are not supported.")
+        try:
+            ppo = _PPO.validate_python(usual | _plain(ppo))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(("ppo", *map(str, first["loc"])))
+            why = first["msg"].removeprefix("Input should be ")
+            text = f"{name} must be {why}, got {quoted(first['input'])}."
+            raise first.get("ctx", {}).get("error") or refusal(text) from None
     return PPOSettings(**_plain({**values, "ppo": ppo}))
 
 
@@ -127,3 +130,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.item() if isinstance(value, np.generic) else value
+
+
+_PPO: Final = TypeAdapter(PPOConfig)
