@@ -138,7 +138,7 @@ def trained_returns(config: TrainConfig) -> Returns:
     torch.set_num_threads(1)
     trainer = controller_loop(mixture_for(config), config, steps_of(config))
     trainer.run()
-    policy = GreedyPolicy(trainer.policy)
+    policy = GreedyPolicy(trainer.algorithm.policy)
     return {kind: _arms(kind, {"it": policy})["it"] for kind in TITLES}
 
 

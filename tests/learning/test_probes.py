@@ -32,7 +32,7 @@ def learn(world, *, rounds=15, steps=8, on_round=None, ppo=None, **config):
     trainer = controller_loop(world, config, steps, callbacks)
     trainer.run()
     assert not trainer.diverged
-    return trainer.policy
+    return trainer.algorithm.policy
 
 
 def values(world, policy):

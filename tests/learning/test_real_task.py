@@ -56,7 +56,7 @@ def test_the_return_rises_where_growing_pays():
     assert return_trend(returns).startswith("The return rose:")
     never, chance, tamiyo = (
         evaluate_controller(controller, TOO_NARROW, 16, 0).returns.mean()
-        for controller in ("never", "random", GreedyPolicy(trainer.policy))
+        for controller in ("never", "random", GreedyPolicy(trainer.algorithm.policy))
     )
     assert tamiyo > max(never, chance) + 0.1
 

@@ -614,7 +614,7 @@ def test_an_agent_that_learnt_with_masks_needs_them(source, tmp_path):
 
 def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
     agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
-    words = "learnt with masks, and there are none of .* at step 0"
+    words = "learnt with masks, and these environments have none"
     with pytest.raises(InvalidInputError, match=words):
         agent.evaluate(2, env=chance("none"))
     agent.save(tmp_path / "agent")
@@ -626,7 +626,7 @@ def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
     for source in ("none", "observation"):
         agent = PPO(chance(source), num_envs=2, **SMALL).learn(24)
-        agent.predict(agent.world.reset(0).observation)
+        agent.predict(agent.world.vector.reset(0).observation)
     older = tmp_path / "older.safetensors"
     agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
     agent.save(older)
@@ -935,11 +935,15 @@ def bad_mask(mask):
     [
         ("Nonsense-v0", {}, "Nonsense-v0 cannot be made"),
         (7, {}, "must be an id, a function .* got int"),
-        (chance(), {"memory": "gruu"}, "memory must be 'mingru', 'gru'"),
+        (
+            chance(),
+            {"memory": "gruu"},
+            "memory: there is no 'gruu'; did you mean 'gru'",
+        ),
         (
             chance(),
             {"vectorization": "threads"},
-            "vectorization must be 'sync', 'async' or",
+            "there is no 'threads'; did you mean 'async'",
         ),
         (chance(), {"num_envs": 0}, "num_envs must be greater than or equal to 1"),
         (chance(), {"gamma": 1.5}, "gamma must be less than or equal to 1"),
@@ -1241,13 +1245,13 @@ def test_observation_statistics_are_those_of_all_rows_seen(scale, shift):
 
     Scaled.kept = []
     agent = PPO(lambda: Scaled("none"), num_envs=1, **SMALL).learn(120)
-    # The last observation is shown but was not acted upon.
+    # Every observation that a policy reads is counted once.
     rows, moments = np.array(Scaled.kept), agent.observations.moments
-    ends = len(rows) - 1 - 120  # final observations were not acted upon either
-    assert moments.count == 120
+    ends = len(rows) - 121  # final observations are not counted
+    assert moments.count == 121
     assert ends > 0
     np.testing.assert_allclose(moments.mean, rows.mean(0), atol=0.4 * scale)
-    deviation = np.sqrt(moments.square / 120)
+    deviation = np.sqrt(moments.square / 121)
     np.testing.assert_allclose(deviation, rows.std(0), rtol=0.2)
     normal = moments.normalize(rows.astype(np.float32))
     assert np.abs(normal).max() < 6

@@ -175,7 +175,7 @@ def test_t29_the_unit_of_the_reward_does_not_matter_to_the_bit():
         records = []
         for _ in range(2):
             version = {"policy_version": agent.version}
-            live, _ = collect(world, policy, agent.buffer, live, generator, **version)
+            live, _ = collect(policy, world, live, agent.buffer, generator, **version)
             records.append(agent.update())
         results.append((records, dict(policy.named_parameters()), policy.value_scale))
     (small, weights, scale), (large, same, large_scale) = results

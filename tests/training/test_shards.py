@@ -113,14 +113,14 @@ def test_a_worker_that_is_stopped_changes_nothing(alone):
 def test_what_cannot_be_a_rollout_is_refused():
     own = CONFIGS["kept"]
     trainer = controller_loop(mixture_for(own), own, 2)
-    jobs, played = trainer.jobs(), trainer.play_shards()
-    buffer = trainer.agent.buffer
+    jobs, played = trainer.algorithm.jobs(), trainer.algorithm.play_shards()
+    buffer = trainer.algorithm.agent.buffer
     require_played(jobs[0], buffer, played[0])
     good = played[0].columns
     for bad, words in (
         ({**good, "rewards": good["rewards"][:1]}, "rewards must be"),
         ({**good, "actions": good["actions"].float()}, "actions must be"),
-        ({**good, "values": good["values"] * torch.nan}, "values .* must be finite"),
+        ({**good, "values": good["values"] * torch.nan}, "values .* contains NaN"),
         (
             {name: good[name] for name in good if name != "episode_start"},
             "other columns",
@@ -137,10 +137,10 @@ def test_another_round_and_another_rollback_are_other_choices():
     trainer = controller_loop(mixture_for(own), own, steps_of(own))
     actions = []
     for round, rollbacks in ((0, 0), (1, 0), (0, 1), (0, 0)):
-        trainer.round, trainer.rollbacks = round, rollbacks
-        parts = trainer.play_shards()
+        trainer.algorithm.round, trainer.algorithm.rollbacks = round, rollbacks
+        parts = trainer.algorithm.play_shards()
         actions.append(torch.cat([part.columns["actions"] for part in parts], dim=1))
     assert torch.equal(actions[0], actions[3])
     assert not torch.equal(actions[0], actions[1])
     assert not torch.equal(actions[0], actions[2])
-    assert leaves(trainer)["round"] == 0
+    assert leaves(trainer)["algorithm/round"] == 0

@@ -57,7 +57,7 @@ def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
     kept = save(one)
     other = training(config)
     load(other, kept)
-    hosts = [str(one.mixture.world(0, number).host) for number in (1, 2)]
+    hosts = [str(one.algorithm.mixture.world(0, number).host) for number in (1, 2)]
     assert hosts[0] != hosts[1]
     for each in (one, other):
         each.play_round()

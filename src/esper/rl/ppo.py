@@ -324,6 +324,10 @@ class PPO(Stateful):
         self._scale_images()
         return update
 
+    def memories(self) -> dict[str, Tensor]:
+        """The policy's memory in running episodes, by names for errors."""
+        return {} if self._rollout is None else {"memory": self._rollout.state}
+
     def forget_episodes(self) -> None:
         """Start new episodes everywhere with the next rollout; seeds follow from it."""
         self._rollout = None

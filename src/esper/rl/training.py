@@ -53,7 +53,7 @@ class RecordedPPO(Stateful):
         self.episodes = np.zeros(ppo.settings.num_envs, np.int64)
         """Episodes that ended in each environment."""
         self.update, self.forget_episodes = ppo.update, ppo.forget_episodes
-        self.change_streams = ppo.change_streams
+        self.change_streams, self.memories = ppo.change_streams, ppo.memories
 
     @property
     def env_steps(self) -> int:

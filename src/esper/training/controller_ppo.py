@@ -7,6 +7,7 @@ them. The buffer joins the shards in order, and one update follows.
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from esper.contracts.state import Stateful
 from esper.contracts.world import VectorWorld
@@ -85,7 +86,16 @@ class ControllerPPO(Stateful):
         return self.round * self.rollout_steps * self.mixture.num_envs
 
     def collect(self) -> list[ShardRollout]:
-        """The rollouts of all worlds, by the present policy."""
+        """Fill the agent's buffer; one part for each world."""
+        rollout = self.play_shards()
+        self.shards = [played.shard for played in rollout]
+        columns = [played.columns for played in rollout]
+        self.agent.buffer.join(columns, self.agent.version, self.mixture.group_size)
+        self.round += 1
+        return rollout
+
+    def play_shards(self) -> list[ShardRollout]:
+        """The rollouts of all worlds, by the present policy; changes nothing here."""
         found = self.workers.run(
             play_shard,
             self.jobs(),
@@ -93,12 +103,7 @@ class ControllerPPO(Stateful):
             about=lambda job: f"world {job.number + 1} in round {job.round + 1}",
             check=lambda job, played: require_played(job, self.agent.buffer, played),
         )
-        rollout = [*found]
-        self.shards = [played.shard for played in rollout]
-        columns = [played.columns for played in rollout]
-        self.agent.buffer.join(columns, self.agent.version, self.mixture.group_size)
-        self.round += 1
-        return rollout
+        return [*found]
 
     def jobs(self) -> list[ShardJob]:
         """What the next rollouts depend on, except for the policy."""
@@ -119,6 +124,14 @@ class ControllerPPO(Stateful):
     def update(self) -> UpdateRecord:
         """Learn from what was collected."""
         return self.agent.update()
+
+    def memories(self) -> dict[str, Tensor]:
+        """The policy's memory in running episodes, by names for errors."""
+        return {
+            f"memory of world {number + 1}": shard.live.state
+            for number, shard in enumerate(self.shards)
+            if shard.live is not None
+        }
 
     def forget_episodes(self) -> None:
         """Nothing: the state of these worlds is saved."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from esper.contracts.errors import NotFiniteError
 from esper.contracts.state import Stateful, leaves
@@ -60,6 +61,10 @@ class Algorithm(Protocol):
 
     def update(self) -> UpdateRecord:
         """Learn from what was collected."""
+        ...
+
+    def memories(self) -> dict[str, Tensor]:
+        """The policy's memory in running episodes, by names for errors."""
         ...
 
     def forget_episodes(self) -> None:
@@ -126,7 +131,12 @@ class TrainingLoop(Stateful):
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("algorithm", "round", "seconds", "rollbacks")
-    DERIVED: ClassVar[tuple[str, ...]] = ("refused_rounds", "stopping", "last_factor")
+    DERIVED: ClassVar[tuple[str, ...]] = (
+        "refused_rounds",
+        "stopping",
+        "last_factor",
+        "_recent",
+    )
 
     def __init__(
         self,
@@ -256,8 +266,15 @@ class TrainingLoop(Stateful):
         )
 
     def require_finite(self) -> None:
-        """Refuse weights, moments and memories that are not usable numbers."""
-        for name, tensor in leaves(self.algorithm, "algorithm").items():
+        """Refuse weights, moments and memories that are not usable numbers.
+
+        Only on the CPU: elsewhere each look stalls the device, and the update itself
+        refuses what is not finite.
+        """
+        if self.algorithm.agent.device.type != "cpu":
+            return
+        found = leaves(self.algorithm.agent, "agent") | self.algorithm.memories()
+        for name, tensor in found.items():
             if tensor.is_floating_point() and not bool((tensor.abs() < OVERFLOW).all()):
                 raise NotFiniteError(
                     f"{name} holds NaN, infinity or a number above {OVERFLOW:g} in "
