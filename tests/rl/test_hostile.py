@@ -110,7 +110,7 @@ def test_a_command_outlives_what_no_signal_can_interrupt(tmp_path, name, words):
 def test_a_process_of_an_environment_has_a_deadline(name, error, words, capfd):
     agent = PPO(made(name), num_envs=2, rollout_steps=4, width=8, vectorization="async")
     if error is WorkersError:
-        agent.world._seconds = 0.5
+        agent.world.vector._seconds = 0.5
     processes = agent.world.vector.env.processes
     with pytest.raises(error, match=words):
         agent.learn(8)
@@ -126,14 +126,14 @@ class Once(Tame):
     hangs = False
 
     def __init__(self):
-        if os.getpid() != Once.episode_start:
+        if os.getpid() != Once.first:
             time.sleep(600 if Once.hangs else 0)
             raise SystemExit(0)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_an_environment_that_cannot_be_made_in_its_process_is_one_line(hangs, capfd):
-    Once.episode_start, Once.hangs = os.getpid(), hangs
+    Once.first, Once.hangs = os.getpid(), hangs
     kind, words = (
         (WorkersError, "did not return in 0.5 s")
         if hangs

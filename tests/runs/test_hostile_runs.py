@@ -156,7 +156,7 @@ def test_slots_that_no_plot_can_show_are_refused(run):
         db.execute("UPDATE events SET slot = 10000000")
         db.commit()
     with pytest.raises(
-        InvalidInputError, match="it has slot 10,000,000, 0 to 1,000 are the limits"
+        InvalidInputError, match="slot is 10,000,000, expected 0 to 1,000"
     ):
         write_report(run)
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_a_rollout_is_refused():
         ({**good, "values": good["values"] * torch.nan}, "values .* contains NaN"),
         (
             {name: good[name] for name in good if name != "episode_start"},
-            "other columns",
+            "unexpected columns",
         ),
     ):
         with pytest.raises(InvalidInputError, match=words):

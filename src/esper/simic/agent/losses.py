@@ -73,9 +73,6 @@ class PPOConfig:
                     f"{item.name} must be a number, got {quoted(value)}."
                 )
 
-        def is_weight(*values: float) -> bool:
-            return all(0.0 <= value < math.inf for value in values)
-
         weights, clip = self.head_entropy.values(), self.value_clip
         for name, valid, rule in (
             ("learning_rate", 0.0 < self.learning_rate <= 1e4, "in (0, 1e4]"),
@@ -84,9 +81,9 @@ class PPOConfig:
             ("clip_range", self.clip_range > 0.0, "positive"),
             ("clip_mode", self.clip_mode in CLIP_MODES, f"one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "positive"),
-            ("entropy_coef", is_weight(self.entropy_coef), "finite, not negative"),
-            ("head_entropy", is_weight(*weights), "finite, not negative"),
-            ("value_coef", is_weight(self.value_coef), "finite, not negative"),
+            ("entropy_coef", _are_weights(self.entropy_coef), "finite, not negative"),
+            ("head_entropy", _are_weights(*weights), "finite, not negative"),
+            ("value_coef", _are_weights(self.value_coef), "finite, not negative"),
             ("value_clip", clip is None or clip > 0.0, "positive or None"),
             ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "in [0, 1]"),
             ("max_grad_norm", self.max_grad_norm > 0.0, "positive"),
@@ -102,6 +99,10 @@ class PPOConfig:
                 f"head_entropy must name heads of {heads}, got "
                 f"{dict(self.head_entropy)!r}."
             )
+
+
+def _are_weights(*values: float) -> bool:
+    return all(0.0 <= value < math.inf for value in values)
 
 
 def _is_count(value: object) -> bool:

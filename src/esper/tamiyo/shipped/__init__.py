@@ -78,13 +78,12 @@ class TrainedController:
 
         It chooses only among the actions that it was trained with.
         """
-
-        def make(known: ActionSpec) -> Controller:
-            return with_temperature(self.policy(known))
-
         if self.blueprints is None:
-            return make(spec)
-        return Restricted(make, spec, self.blueprints, self.choices)
+            return self._unrestricted(spec)
+        return Restricted(self._unrestricted, spec, self.blueprints, self.choices)
+
+    def _unrestricted(self, spec: ActionSpec) -> Controller:
+        return with_temperature(self.policy(spec))
 
     def policy(self, spec: ActionSpec) -> TamiyoPolicy:
         """The policy for an action space, as it was trained."""
