@@ -33,7 +33,7 @@ from esper.runs.train_config import (
 )
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo import rollout
+from esper.tamiyo.policy import network
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.training import callbacks, shards
 from esper.training.callbacks import Record
@@ -63,8 +63,8 @@ KEEPING: Calls = (
 """Who is called, by which name, and for what: what a run keeps."""
 PLAYING: Calls = (
     *((GrowingWorld, name, part) for name, part in PARTS.items()),
-    (rollout, "compute_features", "features"),
-    (rollout, "compute_masks", "masks"),
+    (network, "compute_features", "features"),
+    (network, "compute_masks", "masks"),
     (TamiyoPolicy, "act", "policy"),
     (TamiyoPolicy, "value", "policy"),
     (TamiyoRolloutBuffer, "add", "buffer"),

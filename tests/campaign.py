@@ -611,9 +611,11 @@ class Break(Callback):
     def on_rollout(self, trainer, rollout):
         if self.where or trainer.round != self._round:
             return
-        trainer.shards = [replace(s, world={**s.world}) for s in trainer.shards]
-        worlds = [shard.world for shard in trainer.shards]
-        found = leaves(trainer.agent, "agent") | leaves(worlds, "worlds")
+        trainer.algorithm.shards = [
+            replace(s, world={**s.world}) for s in trainer.algorithm.shards
+        ]
+        worlds = [shard.world for shard in trainer.algorithm.shards]
+        found = leaves(trainer.algorithm.agent, "agent") | leaves(worlds, "worlds")
         known = {n: t for n, t in found.items() if t.is_floating_point() and t.numel()}
         self.where = self._chance.choice(sorted(known))
         value = self._chance.choice((torch.nan, torch.inf, -torch.inf, 3e38, 1e-44))

@@ -182,9 +182,9 @@ MUTANTS = (
     ),
     Mutant(
         "an ended episode keeps its return",
-        "tamiyo/rollout.py",
-        "returns = torch.where(ended, 0.0, returns)",
-        "returns = returns + 0.0",
+        "simic/rollout.py",
+        "self.returns[env], self.lengths[env] = 0.0, 0",
+        "self.lengths[env] = 0",
         "tests/tamiyo/test_rollout.py",
     ),
     Mutant(

@@ -289,18 +289,20 @@ class Poison(Callback):
 
 
 def moment(name):
-    return lambda t: t.agent.optimizer.state[t.agent.parameters[3]][name]
+    return lambda t: t.algorithm.agent.optimizer.state[t.algorithm.agent.parameters[3]][
+        name
+    ]
 
 
 PLACES = {
-    "weight": lambda t: t.agent.parameters[3],
-    "last bias": lambda t: t.policy.op_out.bias,
+    "weight": lambda t: t.algorithm.agent.parameters[3],
+    "last bias": lambda t: t.algorithm.policy.op_out.bias,
     "moment": moment("exp_avg"),
     "square": moment("exp_avg_sq"),
-    "value mean": lambda t: t.policy.value_mean,
-    "value scale": lambda t: t.policy.value_scale,
-    "return mean": lambda t: t.agent.moments.mean,
-    "stored reward": lambda t: t.agent.buffer.rewards,
+    "value mean": lambda t: t.algorithm.policy.value_mean,
+    "value scale": lambda t: t.algorithm.policy.value_scale,
+    "return mean": lambda t: t.algorithm.agent.moments.mean,
+    "stored reward": lambda t: t.algorithm.agent.buffer.rewards,
 }
 
 
