@@ -289,9 +289,11 @@ class Poison(Callback):
 
 
 def moment(name):
-    return lambda t: t.algorithm.agent.optimizer.state[t.algorithm.agent.parameters[3]][
-        name
-    ]
+    def find(loop):
+        agent = loop.algorithm.agent
+        return agent.optimizer.state[agent.parameters[3]][name]
+
+    return find
 
 
 PLACES = {

@@ -21,7 +21,7 @@ import torch
 
 from esper.files import unfinished
 from esper.rl.settings import PPORunConfig
-from esper.rl.training import KIND, begin_ppo, resume_ppo
+from esper.rl.training import KIND, begin_ppo, made, resume_ppo
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.database import TABLES
 from esper.runs.run import STORE, Run
@@ -91,7 +91,7 @@ def warm_up():
         world.reset()
         for _ in range(HORIZON + 1):
             world.step(torch.zeros(ENVS, len(world.spec.sizes), dtype=torch.int64))
-    small_ppo("nowhere", "never").make().learn(1)
+    made(small_ppo("nowhere", "never")).learn(1)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads; set OMP_NUM_THREADS=1"
 
