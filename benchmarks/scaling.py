@@ -108,7 +108,7 @@ def run(rounds: int = 6, count: int = 2, ray: bool = False) -> list[Report]:
     timed = Timed()
     with workers(count, ray="local" if ray else None) as others:
         found = measure(config, rounds, timed, others)
-    alone = [sum(each.algorithm.shards) + each.join + each.update for each in found]
+    alone = [sum(each.shards) + each.join + each.update for each in found]
     return [measured(config, found, alone, count), asked(found, timed)]
 
 
@@ -172,7 +172,7 @@ def measured(
 
 def asked(found: Sequence[Round], timed: Timed) -> Report:
     """What the model says of larger clusters."""
-    shards = np.array([seconds for each in found for seconds in each.algorithm.shards])
+    shards = np.array([seconds for each in found for seconds in each.shards])
     count = len(found[0].shards)
     transfer, join, update = (
         float(np.mean([getattr(each, name) for each in found])) / count
