@@ -16,13 +16,13 @@ WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
 .PHONY: train tamiyo test wheel size check browser slow campaign faults mutants hashes clean help
 
-train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, judge her on unseen hosts, write the report
+train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, evaluate it on test hosts, write the report
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED)
 
 tamiyo: $(V)/.ok ## set up if needed, train the controller that comes with Esper once more
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED) --name tamiyo-$(RNG_SEED)
 	$(V)/bin/esper export tamiyo-$(RNG_SEED) --format controller --out runs/shipped
-# The random seed, of 0, 1, 3 and 4, that did best on the watched hosts.
+# The random seed, of 0, 1, 3 and 4, that did best on the validation hosts.
 RNG_SEED ?= 4
 
 test: check browser ## set up if needed, lint, check types and borders, run the tests
@@ -35,11 +35,12 @@ wheel: $(V)/.ok ## build sdist and wheel, install the wheel outside the checkout
 size: $(V)/.ok ## lines and files by package, what each module imports
 	$(V)/bin/python scripts/size.py
 
-check: $(V)/.dev ## ruff, mypy and import-linter
+check: $(V)/.dev ## ruff, mypy, import-linter and old names
 	$(V)/bin/ruff check -q
 	$(V)/bin/ruff format --check -q
 	$(V)/bin/mypy
 	$(V)/bin/lint-imports
+	$(V)/bin/python scripts/names.py
 
 browser: ## Chromium for the tests that open a page; without one they are skipped
 	@command -v chromium >/dev/null || $(INSTALL_CHROMIUM) || \

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 from benchmarks import timing
-from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, unjudged
+from benchmarks.round import KEEPING, SMALL, Stopwatch, on_the_watch, without_evaluation
 from benchmarks.timing import Report
 from esper.runs.records import RoundRecord
 from esper.runs.train_config import DEFAULT, Budget, TrainConfig, preset
@@ -50,7 +50,7 @@ def run() -> Report:
 def measure(config: TrainConfig) -> Kept:
     """Play a run and the same training alone, round by round."""
     with TemporaryDirectory() as folder:
-        config = unjudged(config, Path(folder))
+        config = without_evaluation(config, Path(folder))
         last = config.budget.rounds
         alone = controller_loop(mixture_for(config), config, steps_of(config))
         watch, kept, bare = Stopwatch(), list[float](), list[float]()

@@ -181,15 +181,15 @@ def measure(config: TrainConfig) -> Rounds:
             watch.start()
 
     with TemporaryDirectory() as folder, on_the_watch(watch, (*PLAYING, *KEEPING)):
-        begin_run(unjudged(config, Path(folder)), [OnRoundEnd(tell)])
+        begin_run(without_evaluation(config, Path(folder)), [OnRoundEnd(tell)])
     return found[0]
 
 
-def unjudged(config: TrainConfig, folder: Path) -> TrainConfig:
+def without_evaluation(config: TrainConfig, folder: Path) -> TrainConfig:
     """The same run in a folder of its own, with nothing but rounds."""
-    judging = EvalConfig(every=NEVER, hosts=1, controllers=())
+    evaluation = EvalConfig(every=NEVER, hosts=1, controllers=())
     return replace(
-        config, name="timed", runs=str(folder), start_from=None, evaluation=judging
+        config, name="timed", runs=str(folder), start_from=None, evaluation=evaluation
     )
 
 

@@ -2,7 +2,7 @@
 
 The training of the family preset at a third of its length (100 recordings, which all
 variants share, and 10 rounds), whole and without one part each, three controllers of
-each variant. All are judged on the same hosts of drawn tasks that are in no training:
+each variant. All are evaluated on the same test hosts of drawn tasks:
 share of never's errors removed, net of rents that are drawn too.
 
 A training that is done is one line of `--ledger` and is not done again: the command can

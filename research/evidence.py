@@ -306,7 +306,7 @@ def measured(part: Part) -> Row:
     rate = part.rates[0]
     if len(part.rates) > 1:
         tried = {
-            rate: float(judged(part, rate, TUNED_HOSTS, TUNED).returns.mean())
+            rate: float(evaluated(part, rate, TUNED_HOSTS, TUNED).returns.mean())
             for rate in part.rates
         }
         rate = max(tried, key=lambda rate: tried[rate])
@@ -315,7 +315,7 @@ def measured(part: Part) -> Row:
 
 def trained(part: Part, rate: float) -> Row:
     """The figures of a part at a learning rate."""
-    found = judged(part, rate, part.hosts, COUNTED)
+    found = evaluated(part, rate, part.hosts, COUNTED)
     stops = found.stops
     assert stops is not None
     broken = found.panicked
@@ -338,7 +338,7 @@ def _charged(part: Part) -> float:
     return 1.0 if part.rent is None or part.parameters else part.rent
 
 
-def judged(part: Part, rate: float, hosts: int, rng_seed: int) -> EvalResult:
+def evaluated(part: Part, rate: float, hosts: int, rng_seed: int) -> EvalResult:
     """Some hosts of a part's task at a learning rate."""
     settings = replace(
         WORLDS[part.question],

@@ -1,6 +1,6 @@
 """How much of the exact optimum does the controller reach on the simulated world?
 
-It is trained from as many random seeds as asked and judged on instances that no
+It is trained from as many random seeds as asked and evaluated on instances that no
 training saw, beside controllers that do not learn. 0 % is the better of never and
 random, 100 % the exact optimum of the very instances that were played; intervals are
 over instances, drawn anew for all arms together. About three minutes for each training.
@@ -83,7 +83,7 @@ VARIANTS: Final = {
     "without relevance": PolicyConfig(causal=False),
 }
 HELD_OUT: Final = 1024
-"""Instances of each kind on which every arm is judged."""
+"""Instances of each kind on which every arm is evaluated."""
 TITLES = {
     "visible": "Visible instances, never trained on: everything needed is seen",
     "hidden": "Hidden instances, never trained on: what was seen must be remembered",

@@ -1,8 +1,8 @@
-"""What does PPO add to the start? Returns on watched hosts, as trainings kept them.
+"""What does PPO add to the start? Stored returns on validation hosts.
 
-Hosts that are watched are the same in every round of a training, so its first round is
+Validation hosts are the same in every round of a training, so its first round is
 taken off host by host. The last round counts, not the best one, which these very hosts
-choose. In the pooled row hosts are drawn anew within every task of every training.
+choose. In the pooled row hosts are drawn again within every task of every training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def run(runs: str = "", plot: str = "") -> Report:
     if plot:
         draw([*found.values()], Path(plot))
     report = Report(
-        "Share of never's errors removed on watched hosts, net of rent",
+        "Share of never's errors removed on validation hosts, net of rent",
         ("training", "rounds", "start", "end", "change", "from", "to"),
         notes=["Means over hosts; 95 % over hosts."],
     )
@@ -56,12 +56,12 @@ def run(runs: str = "", plot: str = "") -> Report:
 
 
 def read(folder: Path) -> Training:
-    """What a training did on the hosts that watched it."""
+    """Returns of a training on its validation hosts."""
     with closing(open_store(folder / STORE)) as db:
         found = validation_returns(rows(db, "live_evaluations"))
     if len(found) < 2:
         raise InvalidInputError(
-            f"{folder} was not watched at two rounds; wait, or train longer."
+            f"{folder} was not evaluated at two rounds; wait, or train longer."
         )
     return {number: _by_task(found[number]) for number in sorted(found)}
 

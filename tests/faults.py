@@ -510,11 +510,11 @@ def ending(fault, engine, times, folder, whole):
             process.wait()
         seconds = time.monotonic() - began
         row.leave(left_over(tag))
-        row.add(judged(path, whole, code, codes, told.read_text()), seconds)
+        row.add(outcome_of_command(path, whole, code, codes, told.read_text()), seconds)
     return row
 
 
-def judged(path, whole, code, codes, told):
+def outcome_of_command(path, whole, code, codes, told):
     """What became of a command: its exit code, None if it hung, and what it said."""
     if code is None:
         return "hung"

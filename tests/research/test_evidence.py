@@ -112,11 +112,11 @@ def test_parts_that_are_there_are_not_counted_again(parts, tmp_path, monkeypatch
     first = counted(parts[:1], tmp_path, 1, "some")
     trained = []
 
-    def watched(part):
+    def recorded(part):
         trained.append(part.arm)
         return measured(part)
 
-    monkeypatch.setattr(evidence, "measured", watched)
+    monkeypatch.setattr(evidence, "measured", recorded)
     rows = counted(parts, tmp_path, 1, "all")
     assert trained == ["by-rent"]
     assert np.array_equal(rows[0].test, first[0].test)

@@ -12,8 +12,10 @@ from tests.training.training_script import ROUNDS, Log, config
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The folder of a run that nobody disturbed, and what it said."""
-    judging = EvalConfig(every=3, hosts=3, controllers=("never", "early", "static"))
-    own = replace(config(tmp_path_factory.mktemp("runs"), "whole"), evaluation=judging)
+    evaluation = EvalConfig(every=3, hosts=3, controllers=("never", "early", "static"))
+    own = replace(
+        config(tmp_path_factory.mktemp("runs"), "whole"), evaluation=evaluation
+    )
     log = Log()
     result = begin_run(own, [log])
     assert (result.rounds, result.signal) == (ROUNDS, None)

@@ -253,13 +253,13 @@ def test_the_policy_is_evaluated_and_the_best_checkpoint_is_kept(finished):
     assert {row["round"] for row in found if row["stage"] == "validation"} == {0, 3, 6}
     best = max(log.evaluations, key=lambda pair: pair[1])[0]
     assert checkpoints(path).best().manifest.step == best
-    judged = [row for row in found if row["stage"] == "test"]
-    assert {(row["controller"], row["task"], row["round"]) for row in judged} == {
+    evaluated = [row for row in found if row["stage"] == "test"]
+    assert {(row["controller"], row["task"], row["round"]) for row in evaluated} == {
         (arm, task, 6)
         for arm in ("Tamiyo", "never", "early", "static")
         for task in ("teacher", "digits")
     }
-    assert len(judged) == 4 * 2 * 3
+    assert len(evaluated) == 4 * 2 * 3
 
 
 # Disks that refuse, numbers that break, things that changed.
@@ -365,7 +365,7 @@ def test_a_start_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
 def test_evaluation_changes_nothing_of_the_training(tmp_path):
     found = []
     for every in (1, 100):
-        judging = EvalConfig(every=every, hosts=2, controllers=())
-        asked = replace(config(tmp_path, f"every-{every}", 2), evaluation=judging)
+        evaluation = EvalConfig(every=every, hosts=2, controllers=())
+        asked = replace(config(tmp_path, f"every-{every}", 2), evaluation=evaluation)
         found.append(state(begin_run(asked).path)[1])
     assert_equal(*found)

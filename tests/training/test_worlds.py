@@ -68,15 +68,15 @@ def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
         assert same, name
 
 
-def test_watched_families_are_the_same_for_every_run_and_never_trained_on():
+def test_validation_families_are_the_same_for_every_run_and_never_trained_on():
     runs = [replace(family(), rng_seed=seed) for seed in (0, 1)]
-    watched = [[str(task) for task in tasks_of(run, VALIDATION)] for run in runs]
-    assert watched[0] == watched[1]
+    validation = [[str(task) for task in tasks_of(run, VALIDATION)] for run in runs]
+    assert validation[0] == validation[1]
     trained = [
         str(task) for run in runs for n in range(9) for task in tasks_of(run, drawing=n)
     ]
     assert len({*trained}) == len(trained)
-    assert not {*trained} & {*watched[0]}
+    assert not {*trained} & {*validation[0]}
 
 
 def test_a_family_is_redrawn_and_other_tasks_are_not():

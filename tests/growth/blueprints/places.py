@@ -83,7 +83,7 @@ def awake(form: Form, size: int, geometry: Geometry):
     }
 
 
-def middle(geometry: Geometry):
+def interlayer(geometry: Geometry):
     """gelu, then means of as many neighbours as the span's shapes ask for."""
 
     def pooled(h: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class SpanMiddle(nn.Module):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.forward = middle(geometry)
+        self.forward = interlayer(geometry)
 
 
 def middle_of_one_sample(geometry: Geometry):

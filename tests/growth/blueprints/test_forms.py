@@ -18,7 +18,7 @@ from tests.growth.blueprints.places import (
     PLANTINGS,
     STANDARD,
     awake,
-    middle,
+    interlayer,
     middle_of_one_sample,
     residual,
 )
@@ -54,7 +54,7 @@ def test_a_form_is_what_its_definition_says(blueprint, geometry):
     params = awake(blueprint.form, blueprint.size, geometry)
     h = double(2, *geometry.inlet_shape)
     apply = FORMS[blueprint.form].apply
-    ours = apply(params, h, geometry, blueprint.size, middle(geometry))
+    ours = apply(params, h, geometry, blueprint.size, interlayer(geometry))
     plain = {name: value.numpy() for name, value in params.items()}
     one = middle_of_one_sample(geometry)
     theirs = [
@@ -104,7 +104,7 @@ def test_new_units_are_born_as_torch_begins_the_hosts_own_layer(host, kernel, in
 )
 def test_on_a_sequence_nothing_looks_ahead(blueprint, geometry):
     params = awake(blueprint.form, blueprint.size, geometry)
-    apply, between = FORMS[blueprint.form].apply, middle(geometry)
+    apply, between = FORMS[blueprint.form].apply, interlayer(geometry)
     h = double(2, *geometry.inlet_shape)
     for cut in range(1, geometry.inlet_shape[0]):
         changed = torch.cat([h[:, :cut], double(2, *geometry.inlet_shape)[:, cut:]], 1)
