@@ -39,7 +39,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, str]]] = {
     "without PPO after the start (one round)": {"budget.rounds": "1"},
     "without memory": {"learner.policy.memory": "none"},
     "with heads that are not causal": {"learner.policy.causal": "false"},
-    "without groups of equal luck": {"world.group_size": "1"},
+    "without common random numbers": {"world.group_size": "1"},
     "with one kind of task (teacher)": {
         "tasks": "teacher",
         "num_envs": "56",

@@ -2,9 +2,10 @@
 
 Rent changes no network that grows by a timetable, so each is grown once and scored at
 all rents; `by-rent` depends only on the size that it may add, its limit over the rent.
-All of them are tried on the same hosts, with equal luck: share of the never-grown
-host's errors that is removed on decision rows, net of rent, mean over tasks. `BY_RENT`
-of `esper.tamiyo.schedule` is what this command printed for 144 tasks.
+All of them are tried on the same hosts, with common random numbers. Scores are the
+fraction of the never-grown host's errors that is removed on validation rows, net of
+rent, mean over tasks. `BY_RENT` of `esper.tamiyo.schedule` is what this command printed
+for 144 tasks.
 """
 
 from collections.abc import Mapping, Sequence
