@@ -37,7 +37,7 @@ ALONE = 2
 
 
 @dataclass(frozen=True)
-class ShardRollout:
+class EpisodeTimes:
     """One turn, per decision."""
 
     seconds: float
@@ -82,7 +82,7 @@ def run() -> Report:
 
 
 @torch.no_grad()
-def play(name: str, envs: int) -> ShardRollout:
+def play(name: str, envs: int) -> EpisodeTimes:
     """A whole episode everywhere, and the beginning of the next."""
     task = find_task(name)
     seconds, computed, stages = 0.0, 0.0, []
@@ -102,4 +102,4 @@ def play(name: str, envs: int) -> ShardRollout:
         computed += process_time() - cpu
     used = (torch.stack(stages) != Stage.DORMANT).sum(dim=2).float().mean()
     decisions = worlds * task.horizon * envs
-    return ShardRollout(seconds / decisions, computed / decisions, float(used))
+    return EpisodeTimes(seconds / decisions, computed / decisions, float(used))

@@ -4,8 +4,8 @@ Scripts of a recorded host form a tree whose branches share random numbers. For 
 recorded choice, a model learns from a few columns what it was worth, less that of
 waiting at the same node, as a fraction of the never-grown host's errors, under drawn
 rents. What follows a choice is decided by the model itself: in the first fit all wait
-after it, each further one follows the fit before. The controller takes the choice that is
-foretold to be worth most, if that is more than 0.
+after it, each further one follows the fit before. The controller takes the choice that
+is predicted to be worth most, if that is above 0.
 
 The table is of recordings that were not fitted to: the worth of the leaf to which each
 model leads, if it can only choose among what was recorded.

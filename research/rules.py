@@ -90,7 +90,7 @@ TITLES: Final = {"end": "end known", "anytime": "end unknown"}
 
 
 @dataclass(frozen=True)
-class SeedModules:
+class GrownHosts:
     """What became of the hosts of one task, the mean over its stops: `[plan]`."""
 
     score: Floats
@@ -138,7 +138,7 @@ def run(tasks: int = 144, processes: int = 2) -> list[Report]:
     return [_report(stop, _grown(stop, tasks, processes)) for stop in PLANS]
 
 
-def _grown(stop: str, tasks: int, processes: int) -> list[SeedModules]:
+def _grown(stop: str, tasks: int, processes: int) -> list[GrownHosts]:
     grow = partial(grown, stop)
     if processes == 1:
         return [*map(grow, range(tasks))]
@@ -146,7 +146,7 @@ def _grown(stop: str, tasks: int, processes: int) -> list[SeedModules]:
         return [*pool.map(grow, range(tasks))]
 
 
-def grown(stop: str, number: int) -> SeedModules:
+def grown(stop: str, number: int) -> GrownHosts:
     """One host of a drawn task under every timetable, and every size of `by-rent`."""
     torch.set_num_threads(1)
     task, plans = drawn_task(FAMILY, number), [*PLANS[stop].values()]
@@ -166,10 +166,10 @@ def grown(stop: str, number: int) -> SeedModules:
             (stops.weights @ stops.score, stops.weights @ (stops.score - stops.worth))
         )
     score, added = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return SeedModules(score, added)
+    return GrownHosts(score, added)
 
 
-def _report(stop: str, found: Sequence[SeedModules]) -> Report:
+def _report(stop: str, found: Sequence[GrownHosts]) -> Report:
     names = [*PLANS[stop]]
     shares = np.array([[one.shares(rent) for rent in RENTS] for one in found])
     means = shares.mean(axis=0).T  # [plan, rent]
