@@ -8,10 +8,10 @@ from html import unescape
 import pytest
 
 from esper.contracts.errors import InvalidInputError
+from esper.files import FORMAT
 from esper.report import write_report
 from esper.report.page import SECTIONS
 from esper.rl.training import begin_ppo
-from esper.runs.database import VERSION
 from esper.runs.run import Run
 from esper.runs.store import Store
 from tests.browser import browse, open_browser
@@ -276,7 +276,7 @@ def everything(folder):
         (lambda path: (path / "events.sqlite").unlink(), "there is no store at"),
         (no_database, "cannot be used as a store: file is not a database"),
         (torn, "cannot be used as a store: .* malformed"),
-        (changed(f"PRAGMA user_version = {VERSION + 1}"), "use a newer Esper"),
+        (changed(f"PRAGMA user_version = {FORMAT + 1}"), "an unknown version of Esper"),
         (changed("DROP VIEW live_rounds"), "has other tables than a store"),
     ],
 )

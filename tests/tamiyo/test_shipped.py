@@ -163,15 +163,15 @@ def changed_byte(folder):
             (lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad), words)
             for text, words in (
                 *((text, "is damaged") for text in (b"", b"{", b"[]", b"null")),
-                (b"{}", "format None, this Esper reads 2"),
-                (b'{"format": 2}', "is damaged: sha256: Field required"),
+                (b"{}", "was written by an unknown version of Esper"),
+                (b'{"format": 20}', "is damaged: sha256: Field required"),
                 (b"\xff", "must be text"),
             )
         ],
         *[
             (lambda folder, bad=changes: rewrite(folder, **bad), words)
             for changes, words in (
-                ({"format": 1}, "format 1, this Esper reads 2"),
+                ({"format": 2}, "was written by Esper 0.1.0 and this is Esper"),
                 ({"policy": {"width": 0}}, "width must lie in 1..65536, got 0"),
                 ({"policy": {"girth": 1}}, "is damaged: policy.girth"),
                 ({"blueprints": [{"form": "WIDER", "size": 8}]}, "blueprints.0"),
