@@ -197,7 +197,7 @@ def test_a_report_made_again_elsewhere_is_the_same(reported, page, tmp_path):
 
 def test_reports_of_an_evaluation_and_of_an_empty_run(tmp_path):
     with Run.create(tmp_path, "judged", config(), {}) as run:
-        with Store(run.path / "events.sqlite") as store:
+        with Store(run.path / "events.sqlite", run.id) as store:
             store.begin_attempt()
             evaluate(store, ("letter",), ("never", "random", "early"), 0)
         page = write_report(run.path).read_text()
@@ -208,7 +208,7 @@ def test_reports_of_an_evaluation_and_of_an_empty_run(tmp_path):
     assert page.count('class="none"') == 6  # five sections, and no notes
     assert page.count("<svg") == 1
     with Run.create(tmp_path, "young", config(), {}) as run:
-        with Store(run.path / "events.sqlite"):
+        with Store(run.path / "events.sqlite", run.id):
             pass
         page = write_report(run.path).read_text()
     assert "have not been evaluated yet" in page
@@ -224,7 +224,7 @@ def test_reports_of_ppo_and_of_a_stopped_evaluation(tmp_path):
     assert "Tamiyo" not in page.partition("Configuration")[0]
     assert "planted" not in page
     with Run.create(tmp_path, "cut", config(), {"kind": "evaluation"}) as run:
-        Store(run.path / "events.sqlite").close()
+        Store(run.path / "events.sqlite", run.id).close()
     assert "start a new one" in write_report(run.path).read_text()
 
 

@@ -18,6 +18,8 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
+from esper.runs.settings import as_toml
+from esper.runs.train_config import from_toml
 from esper.tamiyo.registry import make_controller
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read, shipped
 from tests.rollouts import random_observation
@@ -59,6 +61,7 @@ def test_it_is_small_read_once_and_says_how_it_was_trained():
     assert found.blueprints
     assert {"rng_seed", "rounds", "env_steps", "hours"} <= found.training.keys()
     assert {"config", "versions"} <= found.training.keys()
+    assert as_toml(from_toml(found.training["config"])) == found.training["config"]
     assert shipped() is found
 
 
