@@ -40,7 +40,7 @@ from esper.cli import COMMANDS, main
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import EsperError, EsperWarning
 from esper.contracts.state import leaves
-from esper.files import Manifest, pack
+from esper.files import manifest_of, pack
 from esper.growth.saving.serialization import rebuild
 from esper.report import write_report
 from esper.report.data import read_run
@@ -425,7 +425,7 @@ def hostile_files(count, seed, folder):
     newest = path / "checkpoints" / "000004.safetensors"
     whole = {name: (path / name).read_bytes() for name in ("config.toml", STORE)}
     whole["checkpoints/000004.safetensors"] = good = newest.read_bytes()
-    about = Manifest(step=4, score=9.0, facts={}, made_by={})
+    about = manifest_of({}, 4, 9.0)
     corpus = [
         *(pickle.dumps(Bomb(marker), protocol=p) for p in range(6)),
         b"PK\x03\x04" + pickle.dumps(Bomb(marker)),

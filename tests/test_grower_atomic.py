@@ -466,9 +466,6 @@ def test_a_state_of_a_grower_with_other_settings_is_refused(options, line):
     assert before == state(other)
     build().load_state_dict(saved)
     build(controller=CONTROLLERS["early"]).load_state_dict(saved)  # made otherwise
-    del saved["settings"]  # of an older version
-    if "kind" not in options:
-        other.load_state_dict(saved)
 
 
 # A Grower over a host that has one: a notebook's cell is run again.

@@ -36,6 +36,7 @@ from transformers import (  # noqa: E402
 )
 
 from esper.huggingface import (  # noqa: E402
+    STATE_FILE,
     GrowCallback,
     _wrap_forward,
     merge_into_model,
@@ -278,6 +279,19 @@ def vit():
     )  # fmt: skip
     torch.manual_seed(0)
     return ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    ("state", "which"),
+    [({"format": 8, "step": 4}, "Esper 0.1.0"), ([], "an unknown version")],
+)
+def test_a_state_of_another_version_is_refused(state, which, tmp_path):
+    train(tmp_path, growing(), gpt2(), num_train_epochs=1)
+    saved = tmp_path / "checkpoint-4"
+    torch.save(state, saved / STATE_FILE)
+    line = f"checkpoint-4/esper.pt was written by {which}"
+    with pytest.raises(InvalidInputError, match=line):
+        train(tmp_path, growing(), gpt2(), resume=str(saved))
 
 
 def test_a_model_that_is_saved_under_former_names_is_resumed_too(tmp_path):

@@ -54,7 +54,7 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):
-    blueprint, head, narrowed, controller, world = examples("docs/howto.md")
+    blueprint, head, narrowed, controller, world, loop = examples("docs/howto.md")
     run(blueprint, vars(blueprints))  # lines for tables: they need names of those
     run(head, vars(actions))
     assert len(run(narrowed)["spec"].narrowed["style"]) == 1
@@ -63,3 +63,7 @@ def test_every_recipe_of_the_how_to_page_works(capsys):
     run(world)
     said = capsys.readouterr().out
     assert float(said.split()[1].strip(",")) > 0.9
+    run(loop)
+    kl = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(kl) == 3
+    assert all(0 <= each < 0.1 for each in kl)

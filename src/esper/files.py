@@ -6,6 +6,8 @@ SHA-256, then the data without gaps. The header is checked before memory is allo
 The digest is that of the file with zeros in the digest's place. It detects damage and
 is not a signature. Nothing in a file is executed or imported.
 
+`require_readable` rejects files of other versions of Esper before they are interpreted.
+
 Files are written atomically: create -> sync_file -> rename -> sync_folder. Every change
 is one call of `Disk`, so that tests can interrupt each of them.
 """
@@ -50,8 +52,14 @@ MAX_TENSORS: Final = 10_000
 MAX_BYTES: Final = 4 << 30
 """Maximum size of a file of tensors."""
 DIGEST_CHUNK: Final = 1 << 20
-SCHEMA: Final = "3"
-"""Version of the manifest."""
+OLDEST_READABLE: Final = (0, 2)
+"""Major and minor version of the oldest Esper whose files this one reads."""
+FORMAT: Final = 20
+"""Format number of files that hold no version. Increase it with `OLDEST_READABLE`.
+Esper 0.1.0 wrote smaller numbers."""
+VERSION: Final = re.compile(
+    r"([0-9]{1,4})\.([0-9]{1,4})([.+]?[0-9a-z]{1,8}){0,4}", re.ASCII
+)
 DTYPES: Final = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -294,6 +302,30 @@ def read_json(file: Path, disk: Disk | None = None) -> dict[str, Any]:
     return parse_json(read_text(file, disk=disk), short(file))
 
 
+def require_readable(name: str, writer: object, advice: str) -> None:
+    """Raise an error if this Esper does not read the files of another version.
+
+    Args:
+        name: Name of the file in the error message.
+        writer: Version of Esper in the file, or its format number.
+        advice: A sentence that tells what to do instead.
+    """
+    if type(writer) is int:
+        known = {FORMAT: __version__}
+        writer = known.get(writer, "0.1.0" if writer < FORMAT else None)
+    found = VERSION.fullmatch(writer) if isinstance(writer, str) else None
+    if found is not None:
+        newest = tuple(map(int, __version__.split(".")[:2]))
+        number = int(found[1]), int(found[2])
+        if OLDEST_READABLE <= number <= newest:
+            return
+        advice = "Update Esper." if number > newest else advice
+    which = f"Esper {found[0]}" if found else "an unknown version of Esper"
+    raise InvalidInputError(
+        f"{name} was written by {which} and this is Esper {__version__}. {advice}"
+    )
+
+
 def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
     """Return the JSON object in a text of at most `MAX_TEXT` characters."""
     found = None
@@ -398,25 +430,25 @@ def verify(
 
 def read_header(name: str, stream: BufferedIOBase, *, sealed: bool = True) -> Header:
     """Return the header of a file; tensors and digest are not verified."""
-    why = "damaged, or not a file of Esper. Use another file"
+    damaged = f"{name} is damaged, or not a file of Esper. Use another file."
     first = stream.read(8)
     length = int.from_bytes(first, "little")
     raw = first + stream.read(length if length <= MAX_HEADER else 0)
     try:
-        entries = json.loads(raw[8:])
+        entries = json.loads(raw[8:] if len(raw) == 8 + length else b"")
         about = entries.pop("__metadata__", {})
-        schema = str(about["schema"]) if sealed or "schema" in about else None
-        if schema not in (None, SCHEMA):
-            why = (
-                f"of schema {quoted(schema)}, but Esper {__version__} reads {SCHEMA}. "
-                "Use the version that wrote it"
-            )
-        elif len(raw) == 8 + length:
-            manifest = schema and _MANIFEST.validate_json(about["manifest"])
-            return Header(manifest=manifest or None, entries=entries, raw=raw)
+        text = about["manifest"] if sealed or "manifest" in about else None
+        made_by = {} if text is None else json.loads(text).get("made_by", {})
+        writer = made_by.get("esper")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise InvalidInputError(f"{name} is {why}.")
+        raise InvalidInputError(damaged) from None
+    if text is not None:
+        require_readable(name, writer, "Create it again.")
+    try:
+        manifest = None if text is None else _MANIFEST.validate_json(text)
+    except ValueError:
+        raise InvalidInputError(damaged) from None
+    return Header(manifest=manifest, entries=entries, raw=raw)
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
@@ -503,7 +535,7 @@ def pack(
     header: dict[str, Any] = {}
     if manifest is not None:
         text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
-        about = {"schema": SCHEMA, "manifest": text, "sha256": BLANK.decode()}
+        about = {"manifest": text, "sha256": BLANK.decode()}
         header["__metadata__"] = about
     end, parts = 0, []
     # Larger dtypes first, so that all tensors are aligned.

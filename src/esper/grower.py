@@ -36,6 +36,7 @@ from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidState
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
+from esper.files import FORMAT, require_readable
 from esper.growth.analysis.tracing import Example, random_state, set_random_state
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import misfit
@@ -58,8 +59,6 @@ from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
 
-STATE_FORMAT: Final = 8
-"""Version of the format of `state_dict`."""
 MAX_BATCHES_WITHOUT_SEEDS: Final = 20
 """Consecutive batches that bypass all seeds before `loss` raises an error."""
 DEFAULT_DECISIONS: Final = 30
@@ -79,6 +78,7 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
     "by_hand": lambda x: isinstance(x, list),
     "history": lambda x: isinstance(x, list) and len(x) > 0,
+    "settings": lambda x: isinstance(x, Mapping),
 }
 """Entries of a saved state, and whether a value is valid."""
 
@@ -439,7 +439,7 @@ class Grower(NamedOps[Receipt]):
             incidents=tuple(self.safety.incidents),
         )
         return {
-            "format": STATE_FORMAT,
+            "format": FORMAT,
             "model": self.model.state_dict(),
             "groups": self.topology.surgery.names(),
             "optimizer": self._optimizer.state_dict(),
@@ -458,11 +458,11 @@ class Grower(NamedOps[Receipt]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`; an error changes nothing."""
-        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+        if not isinstance(state, Mapping) or "format" not in state:
             raise InvalidInputError(
-                "this is no saved Grower, or one of another version. Pass the result "
-                "of state_dict()."
+                "this is no saved Grower. Pass the result of state_dict()."
             )
+        require_readable("the saved Grower", state["format"], "Train it again.")
         self._check_current()
         self._check_state(state)
         before = tree_map(
@@ -487,19 +487,17 @@ class Grower(NamedOps[Receipt]):
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error if a saved state is damaged or has other settings."""
-        settings = state.get("settings", {})  # older states have none
         damaged = [
             key
             for key, is_valid in _STATE_CHECKS.items()
             if key not in state or not is_valid(state[key])
         ]
-        if damaged or not isinstance(settings, Mapping):
+        if damaged:
             raise InvalidInputError(
-                f"this saved Grower is damaged: {[*damaged, 'settings'][0]!r} is "
-                "missing or invalid."
+                f"this saved Grower is damaged: {damaged[0]!r} is missing or invalid."
             )
         for name, own in self._settings.items():
-            was = settings.get(name, own)
+            was = state["settings"].get(name)
             unnamed = name == "controller" and "" in (was, own)
             if was != own and not unnamed:
                 raise InvalidInputError(

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.errors import InvalidInputError
-from esper.files import Disk, open_regular, publish
+from esper.contracts.messages import short
+from esper.files import Disk, open_regular, publish, require_readable
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, kept_randomness
 from esper.growth.blueprints.registry import first_line
@@ -231,6 +232,9 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
                 f"{STATE_FILE} of the checkpoint cannot be read ({first_line(error)}). "
                 "Pass its folder: GrowCallback(checkpoint=...)."
             ) from error
+        about = f"{short(folder)}/{STATE_FILE}"
+        found = saved.get("format") if isinstance(saved, dict) else None
+        require_readable(about, found, "Train it again.")
         if saved.pop("step", None) != step:
             raise InvalidInputError(
                 f"{STATE_FILE} in {folder.name!r} is not of step {step}."

@@ -14,7 +14,7 @@ from torch import nn
 
 import esper
 from esper.contracts.errors import InvalidInputError
-from esper.files import pack
+from esper.files import FORMAT, pack
 from esper.grower import Grower
 from esper.growth.analysis.interlayer import FUNCTIONS, GROWING, JOINS, FunctionModule
 from esper.growth.blueprints.registry import blueprint, forget
@@ -251,9 +251,11 @@ def test_a_place_without_seeds_keeps_nobody_from_saving(tmp_path):
 
 def test_another_format_is_refused_by_its_number(state):
     topology = read(state)
-    for form in (1, 3):
-        line = f"has format {form} and this version of Esper reads 2"
+    for form, which in ((2, "Esper 0.1.0"), (FORMAT + 1, "an unknown version")):
+        line = f"the saved network was written by {which}"
         refused(written(state, {**topology, "format": form}), line)
+    del topology["format"]
+    refused(written(state, topology), "was written by an unknown version")
 
 
 def test_a_size_that_no_tensor_has_takes_no_memory(state):
@@ -298,12 +300,12 @@ def many(one, count=29_000):
 BOMBS = {
     "depth": b"[" * 2**20,
     "objects": b'{"a":' * 2**17,
-    "names": b'{"format":2,%s}' % many(b'"N":0'),
-    "slots": b'{"format":2,"places":{},"slots":[%s]}' % many(b"[]"),
-    "places": b'{"format":2,"places":[%s]}' % many(b"{}"),
-    "seeds": b'{"format":2,"seeds":[%s]}' % many(b"{}"),
-    "more seeds": b'{"format":2,"seeds":[%s]}' % many(b"{}", 2**18),
-    "state": b'{"format":2,"seeds":[{"slot":"x","state":{%s}}]}' % many(b'"N":[]'),
+    "names": b'{"format":20,%s}' % many(b'"N":0'),
+    "slots": b'{"format":20,"places":{},"slots":[%s]}' % many(b"[]"),
+    "places": b'{"format":20,"places":[%s]}' % many(b"{}"),
+    "seeds": b'{"format":20,"seeds":[%s]}' % many(b"{}"),
+    "more seeds": b'{"format":20,"seeds":[%s]}' % many(b"{}", 2**18),
+    "state": b'{"format":20,"seeds":[{"slot":"x","state":{%s}}]}' % many(b'"N":[]'),
     "digits": b'{"format":%s}' % (b"9" * 2**19),
     "zeros": b"\0" * 2**20,
 }

@@ -61,7 +61,7 @@ def make_run(
     folder.mkdir(exist_ok=True)
     text = config(tasks) if toml is None else toml
     with Run.create(folder, name, text, {"rng_seed": 0}) as run:
-        with Store(run.path / "events.sqlite") as store:
+        with Store(run.path / "events.sqlite", run.id) as store:
             store.begin_attempt(versions={"esper": "0.1", "torch": "2.10"})
             play(store, tasks, blueprints, range(1, rounds + 1))
             evaluate(store, tasks, arms, rounds)

@@ -60,7 +60,7 @@ def test_spans_are_those_of_the_view_counted_from_the_start_of_the_episode(repor
 
 def test_seeds_of_earlier_episodes_are_left_out(tmp_path):
     path = make_run(tmp_path, blueprints=("old", "older"), rounds=2, arms=())
-    with Store(path / "events.sqlite") as store:
+    with Store(path / "events.sqlite", Run.read(path).id) as store:
         store.begin_attempt(2)
         play(store, ("letter",), ("new", "newer"), [3])
     episodes = read_run(path).last_episodes
@@ -88,7 +88,7 @@ def test_seed_counts_add_up_to_those_of_the_view(reported):
 
 def test_rounds_that_no_longer_count_are_left_out(tmp_path):
     path = make_run(tmp_path, rounds=6, arms=(), finished=False)
-    with Store(path / "events.sqlite") as store:
+    with Store(path / "events.sqlite", Run.read(path).id) as store:
         store.begin_attempt(2)
         play(store, TASKS, BLUEPRINTS, [3])
     run = read_run(path)
@@ -102,7 +102,7 @@ def test_rounds_that_no_longer_count_are_left_out(tmp_path):
 def test_very_many_rounds_come_in_bins_that_lose_nothing(tmp_path):
     rounds = MAX_BINS + 100
     with Run.create(tmp_path, "long", config(), {}) as run:
-        with Store(run.path / "events.sqlite") as store:
+        with Store(run.path / "events.sqlite", run.id) as store:
             store.begin_attempt()
             for number in range(1, rounds + 1):
                 store.add_round(record(number, refused=1))
@@ -170,7 +170,7 @@ def numbered(tmp_path_factory):
 def test_only_some_environments_are_shown_of_very_many(tmp_path):
     path = make_run(tmp_path, rounds=1, arms=(), finished=False, toml="tasks = [")
     many = SHOWN_ENVS + 5
-    with Store(path / "events.sqlite") as store:
+    with Store(path / "events.sqlite", Run.read(path).id) as store:
         store.begin_attempt(1)
         store.add(
             "episodes",

@@ -8,10 +8,10 @@ from html import unescape
 import pytest
 
 from esper.contracts.errors import InvalidInputError
+from esper.files import FORMAT
 from esper.report import write_report
 from esper.report.page import SECTIONS
 from esper.rl.training import begin_ppo
-from esper.runs.database import VERSION
 from esper.runs.run import Run
 from esper.runs.store import Store
 from tests.browser import browse, open_browser
@@ -197,7 +197,7 @@ def test_a_report_made_again_elsewhere_is_the_same(reported, page, tmp_path):
 
 def test_reports_of_an_evaluation_and_of_an_empty_run(tmp_path):
     with Run.create(tmp_path, "judged", config(), {}) as run:
-        with Store(run.path / "events.sqlite") as store:
+        with Store(run.path / "events.sqlite", run.id) as store:
             store.begin_attempt()
             evaluate(store, ("letter",), ("never", "random", "early"), 0)
         page = write_report(run.path).read_text()
@@ -208,7 +208,7 @@ def test_reports_of_an_evaluation_and_of_an_empty_run(tmp_path):
     assert page.count('class="none"') == 6  # five sections, and no notes
     assert page.count("<svg") == 1
     with Run.create(tmp_path, "young", config(), {}) as run:
-        with Store(run.path / "events.sqlite"):
+        with Store(run.path / "events.sqlite", run.id):
             pass
         page = write_report(run.path).read_text()
     assert "have not been evaluated yet" in page
@@ -224,7 +224,7 @@ def test_reports_of_ppo_and_of_a_stopped_evaluation(tmp_path):
     assert "Tamiyo" not in page.partition("Configuration")[0]
     assert "planted" not in page
     with Run.create(tmp_path, "cut", config(), {"kind": "evaluation"}) as run:
-        Store(run.path / "events.sqlite").close()
+        Store(run.path / "events.sqlite", run.id).close()
     assert "start a new one" in write_report(run.path).read_text()
 
 
@@ -276,7 +276,7 @@ def everything(folder):
         (lambda path: (path / "events.sqlite").unlink(), "there is no store at"),
         (no_database, "cannot be used as a store: file is not a database"),
         (torn, "cannot be used as a store: .* malformed"),
-        (changed(f"PRAGMA user_version = {VERSION + 1}"), "use a newer Esper"),
+        (changed(f"PRAGMA user_version = {FORMAT + 1}"), "an unknown version of Esper"),
         (changed("DROP VIEW live_rounds"), "has other tables than a store"),
     ],
 )

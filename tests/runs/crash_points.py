@@ -8,7 +8,7 @@ them, whole, and none older than one whose save had returned.
 import shutil
 
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.files import Manifest, discard, pack
+from esper.files import discard, manifest_of, pack
 from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.disks import CountingDisk, Died, DyingDisk, PowerCut, RecordingDisk
 from tests.training.killed_runs import digest
@@ -129,7 +129,7 @@ class InPlace(CheckpointFolder):
 
     def publish(self, step, tensors, facts, *, score=None):
         file = self.path / "000001.safetensors"
-        data = pack(tensors, Manifest(step=1, score=score, facts={}, made_by={}))
+        data = pack(tensors, manifest_of({}, 1, score))
         if not self.path.is_dir():
             self._disk.mkdir(self.path)
         discard(self._disk, file)

@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from esper import __version__
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.files import BLANK, SCHEMA, Manifest, discard, pack, read_tensors, unfinished
+from esper.files import BLANK, Manifest, discard, pack, read_tensors, unfinished
 from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.crash_points import InPlace, Saves
 from tests.runs.disks import (
@@ -201,10 +202,13 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
 # The file.
 
 
+MADE_BY = {"esper": __version__}
+
+
 def raw(header, body=b"", **metadata):
     """A file that agrees with itself, by hand."""
-    about = {"step": 1, "score": None, "facts": {}, "made_by": {}}
-    about = {"schema": SCHEMA, "manifest": json.dumps(about), **metadata}
+    about = {"step": 1, "score": None, "facts": {}, "made_by": MADE_BY}
+    about = {"manifest": json.dumps(about), **metadata}
     about["sha256"] = BLANK.decode()
     header = {"__metadata__": about, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -217,11 +221,11 @@ def entry(kind="F32", shape=(1,), start=0, stop=4):
 
 
 def described(**changes):
-    about = {"step": 1, "score": None, "facts": {}, "made_by": {}} | changes
+    about = {"step": 1, "score": None, "facts": {}, "made_by": MADE_BY} | changes
     return raw({"a": entry()}, bytes(4), manifest=json.dumps(about))
 
 
-PLAIN = Manifest(step=1, score=0.5, facts=FACTS, made_by={})
+PLAIN = Manifest(step=1, score=0.5, facts=FACTS, made_by=MADE_BY)
 
 
 def test_every_changed_bit_shows():
@@ -251,7 +255,6 @@ def test_every_changed_bit_shows():
                 ("more", 1),
             )
         ),
-        (raw({}, schema="2"), r"of schema '2', but Esper .* reads 3"),
         (raw({}, manifest="[" * 100_000), "is damaged"),
         (raw({"a": entry()}), "tensors take [0-9]+ bytes, it has [0-9]+"),
         (

@@ -18,6 +18,8 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig
+from esper.runs.settings import as_toml
+from esper.runs.train_config import from_toml
 from esper.tamiyo.registry import make_controller
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, read, shipped
 from tests.rollouts import random_observation
@@ -59,6 +61,7 @@ def test_it_is_small_read_once_and_says_how_it_was_trained():
     assert found.blueprints
     assert {"rng_seed", "rounds", "env_steps", "hours"} <= found.training.keys()
     assert {"config", "versions"} <= found.training.keys()
+    assert as_toml(from_toml(found.training["config"])) == found.training["config"]
     assert shipped() is found
 
 
@@ -163,15 +166,15 @@ def changed_byte(folder):
             (lambda folder, bad=text: (folder / MANIFEST).write_bytes(bad), words)
             for text, words in (
                 *((text, "is damaged") for text in (b"", b"{", b"[]", b"null")),
-                (b"{}", "format None, this Esper reads 2"),
-                (b'{"format": 2}', "is damaged: sha256: Field required"),
+                (b"{}", "was written by an unknown version of Esper"),
+                (b'{"format": 20}', "is damaged: sha256: Field required"),
                 (b"\xff", "must be text"),
             )
         ],
         *[
             (lambda folder, bad=changes: rewrite(folder, **bad), words)
             for changes, words in (
-                ({"format": 1}, "format 1, this Esper reads 2"),
+                ({"format": 2}, "was written by Esper 0.1.0 and this is Esper"),
                 ({"policy": {"width": 0}}, "width must lie in 1..65536, got 0"),
                 ({"policy": {"girth": 1}}, "is damaged: policy.girth"),
                 ({"blueprints": [{"form": "WIDER", "size": 8}]}, "blueprints.0"),

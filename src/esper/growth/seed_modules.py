@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
+from esper.files import FORMAT
 from esper.growth import lifecycle
 from esper.growth.analysis.host_layers import units_of
 from esper.growth.analysis.interlayer import new_interlayer
@@ -34,7 +35,6 @@ from esper.growth.blueprints.seed import FormSeed, build, misfit
 from esper.growth.hooks import Branch, Change, Flow, SlotHooks
 from esper.growth.lifecycle import SeedStates
 from esper.growth.saving.saved_topology import (
-    FORMAT,
     HINT,
     NAME,
     SavedPlace,

@@ -131,7 +131,7 @@ def read_run(path: Path) -> RunData:
     except (sqlite3.Error, ValueError, OverflowError) as error:
         why = str(error).splitlines()[0][:80] if str(error) else "no reason given"
         raise InvalidInputError(
-            f"{short(store)} is damaged or of another version: {why}. Use another run."
+            f"{short(store)} is damaged: {why}. Use another run."
         ) from None
     return RunData(
         name=path.resolve().name,

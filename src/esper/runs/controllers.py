@@ -24,7 +24,7 @@ from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.messages import quoted, short
 from esper.contracts.state import Tensors, leaves
-from esper.files import Disk, pack, publish, storage
+from esper.files import FORMAT, Disk, pack, publish, storage
 from esper.runs.checkpoint import CheckpointFolder, Loaded
 from esper.runs.database import open_store
 from esper.runs.records import TEST
@@ -33,7 +33,6 @@ from esper.runs.settings import as_toml
 from esper.runs.train_config import from_toml
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.shipped import (
-    FORMAT,
     MANIFEST,
     WEIGHTS,
     TrainedController,

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import one_line, quoted, short
+from esper.files import FORMAT, require_readable
 
 TIMEOUT: Final = 1.0
 """Seconds to wait for the lock of another connection, if rows can be queued."""
@@ -31,8 +32,6 @@ MAX_VALUE_BYTES: Final = 1 << 24
 """Maximum size of one value or row."""
 MIN_SQLITE: Final = (3, 37, 0)
 """The first SQLite with strict tables."""
-VERSION: Final = 2
-"""Version of the schema, in `PRAGMA user_version`."""
 APPLICATION: Final = 0x45535052
 """Identifies a store among databases, in `PRAGMA application_id`."""
 READ_ONLY: Final = "?mode=ro"
@@ -259,16 +258,12 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
     """Refuse a database that is no intact store of this schema and run."""
     name = short(path)
     (application,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (found,) = db.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION:
         raise DamagedStoreError(
             f"{name} is a database but no store of Esper; name another."
         )
-    if version != VERSION:
-        age = "a newer Esper" if version > VERSION else "the Esper that wrote it"
-        raise InvalidInputError(
-            f"{name} has schema {version}, this Esper reads {VERSION}; use {age}."
-        )
+    require_readable(name, found, "Start a new run.")
     if _schema(db) != _own_schema():
         raise DamagedStoreError(
             f"{name} has other tables than a store; it was tampered with."
@@ -277,7 +272,7 @@ def _verify(db: sqlite3.Connection, path: Path, run: str | None) -> None:
         raise DamagedStoreError(f"{name} is damaged: {quoted(found)}; use another.")
     if run is not None:
         query = "SELECT DISTINCT json_extract(versions, '$.run') FROM attempts"
-        strange = {known for (known,) in db.execute(query)} - {None, run}
+        strange = {known for (known,) in db.execute(query)} - {run}
         if strange:
             raise DamagedStoreError(f"{name} belongs to another run; put its own back.")
 
@@ -349,7 +344,7 @@ def _statements() -> list[str]:
         )
     made += [f"CREATE VIEW {name} AS\n{sql}" for name, sql in VIEWS.items()]
     made.append(f"PRAGMA application_id = {APPLICATION}")
-    made.append(f"PRAGMA user_version = {VERSION}")
+    made.append(f"PRAGMA user_version = {FORMAT}")
     return made
 
 

@@ -38,6 +38,7 @@ from esper.files import (
     publish,
     read_json,
     read_text,
+    require_readable,
     storage,
     temporary_name,
 )
@@ -165,7 +166,9 @@ class Run:
             )
         if not (path / CONFIG).is_file():
             raise InvalidInputError(f"{short(path)} is no run: it has no {CONFIG}.")
-        return cls(path, Disk(), None)
+        run = cls(path, Disk(), None)
+        require_readable(short(path), run.versions.get("esper"), "Start a new run.")
+        return run
 
     @staticmethod
     def list(root: Path) -> Sequence[RunSummary]:
@@ -192,10 +195,9 @@ class Run:
         return str(self.versions.get("kind", TRAINING))
 
     @property
-    def id(self) -> str | None:
-        """Id that its store must name; None in runs of older versions."""
-        found = self.versions.get("run")
-        return found if isinstance(found, str) else None
+    def id(self) -> str:
+        """Id that its store must name."""
+        return str(self.versions.get("run"))
 
     @property
     def finished(self) -> dict[str, Any] | None:
@@ -334,7 +336,7 @@ def _summary(path: Path) -> RunSummary:
     state, trouble = "stopped", ""
     try:
         run = Run.read(path)
-        _ = run.config_toml, run.versions
+        _ = run.config_toml
         if is_locked(path):
             state = "running"
         elif run.finished is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
+from esper.files import require_readable
 from esper.growth import lifecycle
 from esper.growth.analysis.interlayer import SavedSteps
 from esper.growth.blueprints.geometry import Geometry
@@ -28,8 +29,6 @@ NAME: Final = "esper_seeds"
 HINT: Final = "load it with esper.rebuild(host, state_dict)"
 """A key of a grown state, so that torch's error for unknown keys tells what to do."""
 TOPOLOGY: Final = f"{NAME}._extra_state"
-FORMAT: Final = 2
-"""Version of a saved topology."""
 MAX_BYTES: Final = 2**20
 MAX_COMMAS: Final = 30_000
 """Limits of the text of a saved topology."""
@@ -80,7 +79,7 @@ class SavedTopology:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    format: int
+    format: int | None = None
 
 
 _HEADER: Final = TypeAdapter(_Header)
@@ -110,11 +109,7 @@ def read_topology(state: Mapping[str, Any], prefix: str = "") -> SavedTopology |
         )
     try:
         found = _HEADER.validate_json(text, strict=True).format
-        if found != FORMAT:
-            raise InvalidInputError(
-                f"the saved network has format {found} and this version of Esper reads "
-                f"{FORMAT}. Load it with the version that saved it."
-            )
+        require_readable("the saved network", found, "Train it again.")
         topology = _ADAPTER.validate_json(text, strict=True)
     except ValidationError as error:
         raise InvalidInputError(

@@ -22,16 +22,20 @@ from pydantic.dataclasses import dataclass as validated
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import one_line, quoted, short
+from esper.contracts.messages import one_line, short
 from esper.contracts.state import Tensors, check_fit, leaves, load
 from esper.contracts.world import Controller
-from esper.files import read_bytes, read_json, read_tensors, require_explained
+from esper.files import (
+    read_bytes,
+    read_json,
+    read_tensors,
+    require_explained,
+    require_readable,
+)
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
 
-FORMAT: Final = 2
-"""Version of the manifest."""
 WEIGHTS: Final = "tamiyo.safetensors"
 MANIFEST: Final = "manifest.json"
 MAX_BYTES: Final = 64 << 20
@@ -103,11 +107,7 @@ def read(folder: Path) -> TrainedController:
     """The controller in a folder, if its files are complete and unchanged."""
     body, weights = read_json(folder / MANIFEST), folder / WEIGHTS
     name = short(folder)
-    if body.get("format") != FORMAT:
-        raise InvalidInputError(
-            f"{name} is a controller of format {quoted(body.get('format'))}, this "
-            f"Esper reads {FORMAT}. Export it again."
-        )
+    require_readable(name, body.get("format"), "Train and export it again.")
     try:
         about = _MANIFEST.validate_json(json.dumps(body), extra="forbid")
     except ValidationError as error:
