@@ -35,7 +35,7 @@ from esper.growth.lifecycle import SeedStates
 from esper.growth.saving.export import why_units_do_not_fold
 from esper.growth.saving.merge_rules import why_no_merge
 from esper.growth.saving.saved_topology import NAME
-from esper.growth.seed_modules import SeedModules, grown_part, seed_middle
+from esper.growth.seed_modules import SeedModules, grown_part, seed_interlayer
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """Ops of a controller; seeds advance by their tempo, or by hand."""
@@ -391,7 +391,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         blocks = tuple(self.seeds.blocks(slot, blueprint).values())
         key = (place.site.name, blueprint, blocks)
         if key not in self._prices:
-            norms = Cost(_size(seed_middle(place, blueprint)), 0)
+            norms = Cost(_size(seed_interlayer(place, blueprint)), 0)
             own = cost(blueprint, place.geometry) + norms
             self._prices[key] = sum(map(_block_cost, blocks), own)
         return self._prices[key]

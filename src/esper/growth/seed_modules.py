@@ -261,7 +261,7 @@ class SeedModules(nn.ModuleDict):
         """Build a seed for a slot; see `build` for `gated`."""
         place, blueprint = self.place(slot), self.sized(slot, blueprint)
         self._refuse_misfit(slot, blueprint)
-        interlayer = seed_middle(place, blueprint)
+        interlayer = seed_interlayer(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, interlayer, gated)
         if isinstance(seed, FormSeed) and seed.widens:
             layers = {"first": place.inlet}
@@ -281,8 +281,10 @@ class SeedModules(nn.ModuleDict):
         self._refuse_misfit(slot, blueprint)
         place = self.place(slot)
         custom = blueprint.form is Form.CUSTOM
-        with torch.device("cpu" if custom and self.traced else "meta"):
-            interlayer = seed_middle(place, blueprint)
+        # An interrupt between the two would leave the device on for everybody.
+        where = torch.device("cpu" if custom and self.traced else "meta")
+        with uninterrupted(), where:
+            interlayer = seed_interlayer(place, blueprint)
             if custom:
                 at = place.geometry
                 return build(blueprint, at, self.generator, interlayer, gated)
@@ -626,7 +628,7 @@ def slot_number(name: str) -> int:
     return int(name.split(".")[0].removeprefix("slot_"))
 
 
-def seed_middle(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
+def seed_interlayer(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
     """Module between the two layers of a seed of this blueprint."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()

@@ -41,7 +41,7 @@ from esper.growth.hooks import shadow_gradients
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
 from esper.growth.saving.saved_topology import host_tensors
-from esper.growth.seed_modules import host_parameters, seed_middle
+from esper.growth.seed_modules import host_parameters, seed_interlayer
 
 SHADOW_STEPS: Final = 5
 EXPORT_TOLERANCE: Final = 1e-6
@@ -102,7 +102,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
 
     def make(rng_seed: int) -> nn.Module:
         generator = torch.Generator().manual_seed(rng_seed)
-        interlayer = seed_middle(place, blueprint)
+        interlayer = seed_interlayer(place, blueprint)
         return build(blueprint, place.geometry, generator, interlayer).float()
 
     counted = blueprint.form not in ELEMENTWISE
