@@ -123,7 +123,7 @@ def test_a_state_of_other_bits_and_an_end_that_was_not_said_are_caught(copied):
     (path / "finished.json").unlink()
     kept = Run.read(path).checkpoints()
     tensors = kept.latest().tensors
-    tensors["agent/moments/mean"] += 1e-6
+    tensors["algorithm/agent/moments/mean"] += 1e-6
     kept.publish(4, tensors, {})
     found = audited(copied)
     assert not found.same_state
