@@ -247,13 +247,9 @@ def collect(
         ends = torch.stack([result.terminated, result.truncated])
         terminated, truncated = to_device(ends, device)
         buffer.add(
+            decision,
             features=features,
             episode_start=first,
-            masks=decision.masks,
-            actions=decision.actions,
-            log_probs=decision.log_probs,
-            distribution=decision.distribution,
-            values=decision.values,
             rewards=to_device(result.reward, device),
             terminated=terminated,
             truncated=truncated,

@@ -65,11 +65,10 @@ class ControllerPPO(Stateful):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "weights"))
             self.policy = TamiyoPolicy(mixture.spec, learner.policy)
-        buffer = TamiyoRolloutBuffer(
+        buffer = TamiyoRolloutBuffer.for_policy(
+            self.policy,
             mixture.num_envs,
             rollout_steps,
-            mixture.spec,
-            state_shape=self.policy.state_shape,
             gamma=learner.gamma,
             gae_lambda=learner.gae_lambda,
         )
