@@ -75,7 +75,7 @@ def test_the_worth_of_a_tree_is_that_of_the_recursion(recording, policy):
         value_of_tree(
             trees.actions[own],
             chosen.sum(dim=-1)[own],
-            trees.worth[own, -1],
+            trees.gain[own, -1],
             trees.used[tree],
             0,
             range(10),
@@ -103,13 +103,13 @@ def test_a_policy_learns_the_better_choice(recording, policy, gain, monkeypatch)
         """Trees in which growing at all brings or costs half of the errors."""
         trees = draw_trees(*given)
         grown = (trees.actions[..., HEAD["op"]] == Op.GERMINATE).any(dim=1)
-        worth = torch.zeros_like(trees.worth)
-        worth[:, -1] = gain * grown
-        return replace(trees, worth=worth)
+        priced_gain = torch.zeros_like(trees.gain)
+        priced_gain[:, -1] = gain * grown
+        return replace(trees, gain=priced_gain)
 
     monkeypatch.setattr(pretraining, "draw_trees", priced)
     trees = priced(recording, policy, TERMS, np.random.default_rng(99))
-    best = (trees.worth[:, -1].view(2, -1) * trees.used).amax(dim=1).mean()
+    best = (trees.gain[:, -1].view(2, -1) * trees.used).amax(dim=1).mean()
     before = tree_loss(policy, trees, 0.1)["root"]
     monkeypatch.setattr(pretraining, "PASSES", 40)
     monkeypatch.setattr(pretraining, "LEARNING_RATE", 1e-2)

@@ -1,4 +1,4 @@
-"""Recordings: the same luck under many scripts, scored under any terms."""
+"""Recordings: common random numbers under many scripts, scored under any terms."""
 
 import os
 from contextlib import closing
@@ -150,7 +150,7 @@ def test_damaged_or_foreign_files_are_refused_in_one_line(recorded, tmp_path):
         (data[:-1], "damaged"),
         (data[:-1] + b"x", "damaged"),
         (b"", "damaged"),
-        (pack_tensors({"a": torch.zeros(3)}, manifest_of({})), "no recording"),
+        (pack_tensors({"a": torch.zeros(3)}, manifest_of({})), "not a recording"),
         (pack(replace(recording, facts=facts)), "version 2, this Esper reads 3"),
         (pack(replace(recording, arrays=arrays)), "other inputs"),
         (pack(replace(recording, scripts=7)), "contradict each other"),
@@ -213,7 +213,7 @@ def test_an_interrupted_recording_goes_on_with_the_same_bytes(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         record(config, broken, report=interrupt)
-    with pytest.raises(InvalidInputError, match="has 1 of 2 recordings; go on with"):
+    with pytest.raises(InvalidInputError, match="has 1 of 2 recordings\\. Continue"):
         read_recordings(broken)
     record(config, broken)
     for file in sorted(whole.glob("*[0-9g].*")):

@@ -117,7 +117,7 @@ class Log(Callback):
     def __init__(self):
         self.rounds, self.names = [], []
 
-    def on_round_end(self, trainer, record):
+    def on_round_end(self, loop, record):
         self.rounds.append(record)
 
     def on_progress(self, name, done, total, text):
@@ -127,7 +127,7 @@ class Log(Callback):
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     """A short run that starts from two recordings of its own."""
-    monkeypatch.setattr(pretraining, "SCRIPTS", 4)
+    monkeypatch.setattr(pretraining, "SCRIPTS_PER_HOST", 4)
     monkeypatch.setattr(pretraining, "PASSES", 2)
     return replace(
         family(),
@@ -206,7 +206,7 @@ def test_recordings_may_be_gone_once_the_policy_was_fitted(recorded, tmp_path):
     world = replace(preset("family").world, horizon=3, decision_every=2, group_size=2)
 
     class Gone(Log):
-        def on_round_end(self, trainer, record):
+        def on_round_end(self, loop, record):
             (folder / "000001.safetensors").unlink(missing_ok=True)
 
     config = replace(recorded, start_from=str(folder), world=world)

@@ -1,29 +1,24 @@
-"""Recordings: many drawn hosts, each lived through under many scripts with equal luck.
+"""Recordings of growing hosts: many scripts per host, with common random numbers.
 
-Rent, budget and the weights of the stops enter reward and observation only, never the
-dynamics. So one recording is scored under all of them: hosts are recorded without rent
-and with all the budget there is, and `Recording.observed` and `Recording.returns` put
-other terms in.
+Rent, budget and the weights of the stops change reward and observation, never the
+dynamics. So hosts are recorded once, without rent and with the largest budget;
+`Recording.observed` and `Recording.objective` apply other terms later.
 
-A recording is one file per drawn task, `[host x script, decision, ...]`, in a folder:
-
-    000012.safetensors      integers as int8 if that holds them, others as float16;
-                            sealed, see `esper.files`
-
-Files are published whole, so an interrupted recording goes on with the first that is
-missing, and the same settings give the same files with any number of workers. Files
-that do not verify are recorded again. One process records in a folder at a time.
+A folder holds one sealed file per task (see `esper.files`), `[env, decision, ...]`, as
+float16 and small integers. The same settings give the same files with any number of
+workers. `record` completes a folder and replaces damaged files; readers refuse them.
 """
 
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -69,45 +64,56 @@ from esper.workers.jobs import Workers
 
 VERSION: Final = 3
 SUFFIX: Final = ".safetensors"
-ABOUT: Final = "recording.json"
-"""File that says what a folder holds."""
+SETTINGS_FILE: Final = "recording.json"
 PARTS: Final[Mapping[str, type]] = {
     "host": HostStates,
     "slots": SlotStates,
     "offers": BlueprintOffers,
 }
-TERMS: Final = ("rent", "budget_left")
-"""What a reader fills in."""
-MOST: Final = 31.0
-"""Multiples of the host that may be added while recording."""
-RATES: Final = (0.5, 2.0)
-"""Learning rates of recorded hosts, against the task's own."""
-RESERVED: Final = (WARM, RECORDINGS, NONE)
-"""What `start_from` of a training does not take for a folder."""
-LARGEST: Final = 60_000.0
-"""About the largest number of float16; whatever exceeds it is simply large."""
+UNRECORDED: Final = ("host.rent", "host.budget_left")
+"""Fields of the observation that depend on the terms."""
+FIELDS: Final = tuple(
+    (part, field)
+    for part, kind in PARTS.items()
+    for field in fields(kind)
+    if f"{part}.{field.name}" not in UNRECORDED
+)
+ARRAY_KINDS: Final[Mapping[str, str]] = {
+    f"{part}.{field.name}": getattr(field.type, "dtypes", ["float32"])[0][0]
+    for part, field in FIELDS
+} | {"score": "f", "added": "f", "actions": "i"}
+"""Arrays of a recording: b, i or f, NumPy's letter for the kind of dtype."""
+DTYPE_PREFIXES: Final = {"b": "bool", "i": "int", "f": "float16"}
+MAX_GROWTH: Final = 31.0
+"""Budget while recording, in multiples of the host's size."""
+RATE_RANGE: Final = (0.5, 2.0)
+"""Learning rates of recorded hosts, in multiples of the task's own."""
+RESERVED_NAMES: Final = (WARM, RECORDINGS, NONE)
+"""Values of `start_from` that are not folders."""
+FLOAT16_LIMIT: Final = 60_000.0
+"""Larger numbers are clipped to this, which is about the maximum of float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What became of the hosts of one task."""
+    """All decisions and scores of the hosts of one task."""
 
     arrays: Mapping[str, NDArray[Any]]
-    """Fields of the observation before every decision, such as `host.score`, and
-    `actions`, `score`, `added` after it, `[env, decision, ...]`."""
+    """Fields of the observation before every decision, such as `host.score`; then
+    `actions`, and `score` and `added` after it. `[env, decision, ...]`."""
     clock: Clock
     scripts: int
-    """Environments in a row that have the same luck; the first never grows."""
+    """Environments in a row that share random numbers; the first never grows."""
     facts: Mapping[str, Any]
 
     @property
     def envs(self) -> int:
-        """Hosts times scripts."""
+        """Number of hosts times scripts."""
         return len(self.arrays["score"])
 
     @property
     def steps(self) -> int:
-        """Decisions over all hosts and scripts."""
+        """Number of decisions over all hosts and scripts."""
         return int(self.arrays["score"].size)
 
     def tensor(self, name: str) -> Tensor:
@@ -121,19 +127,15 @@ class Recording:
     ) -> Observation:
         """All observations under these terms; the batch is environments x decisions."""
         decisions = self.arrays["score"].shape[1]
-        host = {
-            "rent": rent[:, None].expand(-1, decisions),
-            "budget_left": budget[:, None] - self.tensor("host.added"),
+        found: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
+        for part, field in FIELDS:
+            found[part][field.name] = self.tensor(f"{part}.{field.name}")
+        found["host"]["rent"] = rent[:, None].expand(-1, decisions)
+        found["host"]["budget_left"] = budget[:, None] - found["host"]["added"]
+        parts = {
+            part: kind(**{k: v.flatten(0, 1) for k, v in found[part].items()})
+            for part, kind in PARTS.items()
         }
-        parts = {}
-        for part, kind in PARTS.items():
-            read = {
-                field.name: self.tensor(f"{part}.{field.name}")
-                for field in fields(kind)
-                if not (part == "host" and field.name in TERMS)
-            }
-            given = read | (host if part == "host" else {})
-            parts[part] = kind(**{k: v.flatten(0, 1) for k, v in given.items()})
         first = torch.zeros(self.envs, decisions, dtype=torch.bool)
         first[:, 0] = True
         return Observation(episode_start=first.flatten(), **parts)
@@ -143,14 +145,14 @@ class Recording:
         rent: Float[Tensor, " env"],
         weights: Float[Tensor, " decision"] | None = None,
     ) -> Float[Tensor, "env moment"]:
-        """Phi before the first decision and after each, in shares of errors.
+        """Phi before the first decision and after each; the last is the objective.
 
-        Shares of the errors that the never-grown host of the same luck makes, over
-        the stops. The last column is what an episode is worth.
+        The unit is the error, over the stops, of the same host if it never grows.
 
         Args:
             rent: Score charged per added multiple of the host.
-            weights: Of the moments from the first decision on; none: the clock's.
+            weights: Weights of the moments from the first decision on; None: the
+                clock's.
         """
         if weights is None:
             weights = self.clock.weights().float()
@@ -166,59 +168,58 @@ class Recording:
 
 
 def world_settings(stop: Stop) -> WorldSettings:
-    """The world in which hosts are recorded: with a known end, or without one."""
+    """Settings of the world that `record` uses: "end" or "anytime"."""
     clock: ClockKind = "batches" if stop == "end" else "compute"
-    own = WorldSettings(stop=stop, clock=clock, slots=6, rate=RATES, at_once=True)
-    return recorded_settings(own)
+    return recorded_settings(
+        WorldSettings(stop=stop, clock=clock, slots=6, rate=RATE_RANGE, at_once=True)
+    )
 
 
 def recorded_settings(world: WorldSettings) -> WorldSettings:
-    """A world without terms that do not change what becomes of hosts."""
-    return replace(world, rent=0.0, budget=MOST, relative=False)
+    """The same world, without rent and with the largest budget."""
+    return replace(world, rent=0.0, budget=MAX_GROWTH, relative=False)
 
 
 @torch.no_grad()
 def record_task(
-    task: Task, settings: WorldSettings, hosts: int, scripts: int, rng_seed: int
+    task: Task, world: WorldSettings, hosts: int, scripts: int, rng_seed: int
 ) -> Recording:
-    """Let some hosts of a task live under a tree of scripts each."""
-    # The engine is compiled; only what trains hosts waits for it.
+    """Train some hosts of a task, each under a tree of scripts."""
+    # The engine is compiled, so it is imported only where hosts are trained.
     from esper.environment.growing import GrowingWorld
 
-    settings = replace(settings, group_size=scripts)
-    world = GrowingWorld(task, hosts * scripts, rng_seed, settings=settings)
-    chance = np.random.default_rng(np.random.SeedSequence((rng_seed, 1)))
-    spec, places = world.spec, world.cohort.places
+    settings = replace(world, group_size=scripts)
+    growing = GrowingWorld(task, hosts * scripts, rng_seed, settings=settings)
+    rng = np.random.default_rng(np.random.SeedSequence((rng_seed, 1)))
+    spec, places = growing.spec, growing.cohort.places
     per_place = spec.slots.max_slots // places
-    horizon, kinds = world.task.horizon, len(spec.blueprints)
+    horizon, kinds = growing.task.horizon, len(spec.blueprints)
     codes = [
-        draw_scripts(scripts, horizon, places, kinds, per_place, chance)
+        draw_scripts(scripts, horizon, places, kinds, per_place, rng)
         for _ in range(hosts)
     ]
     controller = Scripted(spec, np.concatenate(codes), places)
-    observation, state = world.reset(), None
-    found: dict[str, list[Tensor]] = {}
-    alive = torch.ones(world.num_envs, dtype=torch.bool)
+    observation, state = growing.reset(), None
+    columns = defaultdict[str, list[Tensor]](list)
+    alive = torch.ones(growing.num_envs, dtype=torch.bool)
     for _ in range(horizon):
         masks = compute_masks(observation, spec)
         actions, state = controller.decide(observation, masks, state, Generator())
-        for part, kind in PARTS.items():
-            for field in fields(kind):
-                own = getattr(getattr(observation, part), field.name)
-                found.setdefault(f"{part}.{field.name}", []).append(own)
-        result = world.step(actions)
+        for part, field in FIELDS:
+            value = getattr(getattr(observation, part), field.name)
+            columns[f"{part}.{field.name}"].append(value)
+        result = growing.step(actions)
         score, added = _after(result)
         if result.report is not None:
             alive[result.report.env[result.report.panicked]] = False
-        # A host whose numbers broke is worth as little as one that knows nothing.
-        found.setdefault("score", []).append(torch.where(alive, score, -1.0))
-        found.setdefault("added", []).append(added)
-        found.setdefault("actions", []).append(actions)
+        # A host whose weights are not finite gets the lowest score.
+        columns["score"].append(torch.where(alive, score, -1.0))
+        columns["added"].append(added)
+        columns["actions"].append(actions)
         observation = result.observation
     arrays = {
-        name: _compact(torch.stack(parts, dim=1).numpy())
-        for name, parts in found.items()
-        if name not in {f"host.{term}" for term in TERMS}
+        name: _compact(torch.stack(values, dim=1).numpy())
+        for name, values in columns.items()
     }
     facts = {
         "version": VERSION,
@@ -228,11 +229,11 @@ def record_task(
         "actions": spec.describe(),
         "rng_seed": rng_seed,
     }
-    return Recording(arrays, world.clock, scripts, facts)
+    return Recording(arrays, growing.clock, scripts, facts)
 
 
 def _after(result: StepResult) -> tuple[Tensor, Tensor]:
-    """Score and size of every host after a step, also where an episode has ended."""
+    """Score and size of every host after a step, also if its episode ended."""
     host, report = result.observation.host, result.report
     score, added = host.score.clone(), host.added.clone()
     if report is not None:
@@ -241,16 +242,16 @@ def _after(result: StepResult) -> tuple[Tensor, Tensor]:
 
 
 def _compact(array: NDArray[Any]) -> NDArray[Any]:
+    """The array as float16, as the smallest integer type that holds it, or as bool."""
     if array.dtype.kind == "f":
-        clipped: NDArray[Any] = np.clip(array, -LARGEST, LARGEST)
+        clipped: NDArray[Any] = np.clip(array, -FLOAT16_LIMIT, FLOAT16_LIMIT)
         return clipped.astype(np.float16)
     if array.dtype.kind != "i":
         return array
     low, high = array.min(initial=0), array.max(initial=0)
-    limits = ((kind, np.iinfo(kind)) for kind in (np.int8, np.int16, np.int32))
-    for kind, limit in limits:
-        if limit.min <= low and high <= limit.max:
-            return array.astype(kind)
+    for dtype in (np.int8, np.int16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return array.astype(dtype)
     return array
 
 
@@ -259,22 +260,33 @@ def _compact(array: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordConfig:
-    """What is recorded."""
+    """Settings of `record`."""
 
     stop: Stop = "anytime"
-    """Whether the end of an episode is known: "end" or "anytime"."""
+    """When episodes are scored: "end" or "anytime"."""
     tasks: int = 100
-    """Tasks that are drawn."""
+    """Number of tasks to draw."""
     hosts: int = 1
-    """Hosts of each task."""
+    """Hosts per task."""
     scripts: int = 20
-    """Scripts that every host lives under."""
+    """Scripts per host."""
     rng_seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an end that is neither known nor unknown."""
+        """Refuse an unknown `stop`."""
         if self.stop not in ENDS:
             raise unknown("stop must be end or anytime; got", self.stop, ENDS)
+
+
+class RecordJob(NamedTuple):
+    """All that one file depends on; the worker that records it draws the task."""
+
+    number: int
+    draw: Callable[[], Task]
+    world: WorldSettings
+    hosts: int
+    scripts: int
+    rng_seed: int
 
 
 def record(
@@ -283,75 +295,99 @@ def record(
     workers: Workers | None = None,
     report: Callable[[int, int], object] = lambda done, total: None,
 ) -> None:
-    """Record the tasks that are missing in a folder.
+    """Record drawn tasks whose files are missing or damaged in a folder.
 
     Args:
-        config: What is recorded.
-        folder: Where to.
-        workers: Who records; none: this process. Files are the same.
-        report: Called with how many tasks are done, of how many.
+        config: What to record.
+        folder: Output folder; only one process can record in it at a time.
+        workers: Processes that record; None: this process.
+        report: Called with the number of finished tasks and the number of all tasks.
     """
-    if str(folder) in RESERVED:
+    from esper.tasks.family import drawn_task
+
+    if str(folder) in RESERVED_NAMES:
         raise InvalidInputError(
             f"{str(folder)!r} is a reserved name of --start_from. Use another folder, "
             f"such as {folder}/{config.stop}."
         )
-    about = folder / ABOUT
-    mine = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
+    file = folder / SETTINGS_FILE
+    settings = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
     with storage(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
     with closing(Lock(folder)):
-        if os.path.lexists(about) and read_text(about) != mine:
+        if os.path.lexists(file) and read_text(file) != settings:
             raise InvalidInputError(
                 f"{short(folder)} holds recordings with other settings. Use another "
                 "folder, or the same settings to continue it."
             )
-        publish(Disk(), about, mine.encode())
-        wanted = [folder / file_name(number) for number in range(config.tasks)]
-        left = [
-            number
-            for number, file in enumerate(wanted)
-            if not _is_done(file, _stream_seed(config, number))
+        publish(Disk(), file, settings.encode())
+        seed, world = config.rng_seed, world_settings(config.stop)
+        jobs = [
+            RecordJob(
+                number,
+                partial(drawn_task, seed, number),
+                world,
+                config.hosts,
+                config.scripts,
+                stream_seed(seed, f"recording, {config.stop}, {number}"),
+            )
+            for number in range(config.tasks)
         ]
-        done = config.tasks - len(left)
-        report(done, config.tasks)
-        made = (workers or Workers()).run(
-            _packed, left, config, about=lambda number: f"recording task {number}"
-        )
-        for number, data in zip(left, made, strict=True):
-            publish(Disk(), wanted[number], data)
-            done += 1
+        for done in record_missing(folder, jobs, workers=workers):
             report(done, config.tasks)
 
 
-def file_name(number: int) -> str:
-    """The name of the recording of a task."""
-    return f"{number:06}{SUFFIX}"
+def record_missing(
+    folder: Path,
+    jobs: Sequence[RecordJob],
+    spec: ActionSpec | None = None,
+    workers: Workers | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:
+    """Record the jobs whose files are missing or damaged.
+
+    Yields:
+        The number of finished files: before the first recording and after each. The
+        last one is smaller than the number of jobs if `stop` returned True.
+    """
+    left = [job for job in jobs if not _is_recorded(_file(folder, job), job, spec)]
+    done = len(jobs) - len(left)
+    yield done
+    made = (workers or Workers()).run(
+        _packed_recording,
+        left,
+        None,
+        about=lambda job: f"recording task {job.number}",
+        stop=stop,
+    )
+    for job, data in zip(left, made, strict=False):  # fewer if it was stopped
+        publish(Disk(), _file(folder, job), data)
+        done += 1
+        yield done
 
 
-def _stream_seed(config: RecordConfig, number: int) -> int:
-    return stream_seed(config.rng_seed, f"recording, {config.stop}, {number}")
+def _file(folder: Path, job: RecordJob) -> Path:
+    return folder / f"{job.number:06}{SUFFIX}"
 
 
-def _is_done(file: Path, rng_seed: int) -> bool:
-    """Whether a recording is there and verifies; warns of one that does not."""
-    found = kept_recording(file)
-    return found is not None and found.facts.get("rng_seed") == rng_seed
+def _is_recorded(file: Path, job: RecordJob, spec: ActionSpec | None) -> bool:
+    """Whether a file holds the recording of a job; warns if it is damaged."""
+    if not os.path.lexists(file):
+        return False
+    try:
+        return bool(read_recording(file, spec).facts["rng_seed"] == job.rng_seed)
+    except InvalidInputError as error:
+        warnings.warn(f"{error} It is recorded again.", EsperWarning, stacklevel=2)
+        return False
 
 
-def _packed(config: RecordConfig, number: int) -> bytes:
-    """The file of one drawn task."""
-    from esper.tasks.family import drawn_task
-
-    task = drawn_task(config.rng_seed, number)
-    seed = _stream_seed(config, number)
-    world = world_settings(config.stop)
-    found = record_task(task, world, config.hosts, config.scripts, seed)
-    return pack(found)
+def _packed_recording(shared: None, job: RecordJob) -> bytes:
+    task = job.draw()
+    return pack(record_task(task, job.world, job.hosts, job.scripts, job.rng_seed))
 
 
 def pack(recording: Recording) -> bytes:
-    """A recording as the bytes of a file."""
+    """The bytes of the file of a recording."""
     clock = recording.clock
     facts = {
         **recording.facts,
@@ -362,31 +398,15 @@ def pack(recording: Recording) -> bytes:
     return pack_tensors(tensors, manifest_of(facts))
 
 
-def _field_kinds() -> dict[str, str]:
-    """Every array of a recording: b, i or f, as NumPy calls its kind of dtype."""
-    found = {"score": "f", "added": "f", "actions": "i"}
-    for part, kind in PARTS.items():
-        for each in fields(kind):
-            dtypes = getattr(each.type, "dtypes", ["float32"])
-            found[f"{part}.{each.name}"] = dtypes[0][0]
-    return {name: found[name] for name in found if name not in LEFT_OUT}
-
-
-LEFT_OUT: Final = frozenset(f"host.{term}" for term in TERMS)
-KINDS: Final = _field_kinds()
-PREFIXES: Final = {"b": ("bool",), "i": ("int",), "f": ("float16",)}
-"""Names of the dtypes of each kind."""
-
-
 @validated(frozen=True, config=ConfigDict(strict=True))
 class Facts:
-    """What the manifest of a recording must say; it says more."""
+    """Required entries of the manifest of a recording."""
 
     version: int
     scripts: Annotated[int, Field(ge=1)]
     clock: tuple[ClockKind, int, float, float, Stop]
     actions: dict[str, Any]
-    """See `ActionSpec.describe`."""
+    """Result of `ActionSpec.describe`."""
     rng_seed: int
 
     def __post_init__(self) -> None:
@@ -399,88 +419,76 @@ _FACTS: Final = TypeAdapter(Facts)
 
 
 def _facts(manifest: Manifest | None) -> Facts:
-    """What a recording says of itself; refuses what is none, or of another version."""
+    """The manifest of a recording; refuses other files and other versions."""
     facts = manifest.facts if manifest is not None else {}
-    version = facts.get("version")
     if "clock" not in facts or "scripts" not in facts:
-        raise InvalidInputError("this is no recording; record it again.")
+        raise InvalidInputError("the file is not a recording. Record it again.")
+    version = facts.get("version")
     if version != VERSION:
         raise InvalidInputError(
-            f"this is a recording of version {quoted(version)}, this Esper reads "
-            f"{VERSION}; record it again."
+            f"the recording has version {quoted(version)}, this Esper reads {VERSION}. "
+            "Record it again."
         )
     try:
         return _FACTS.validate_json(json.dumps(facts))
     except ValueError:
-        raise InvalidInputError("the recording is damaged; record it again.") from None
+        raise InvalidInputError("the recording is damaged. Record it again.") from None
 
 
 def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -> None:
     """Refuse a file that does not hold a recording of this action space."""
     facts = _facts(manifest)
-    if tensors.keys() != KINDS.keys():
-        raise InvalidInputError("it was recorded with other inputs; record it again.")
+    if tensors.keys() != ARRAY_KINDS.keys():
+        raise InvalidInputError("it was recorded with other inputs. Record it again.")
     if spec is not None and facts.actions != spec.describe():
-        raise InvalidInputError("it has another action space than the policy.")
+        raise InvalidInputError(
+            "its action space differs from that of the policy. Use the same world."
+        )
     envs, decisions = (*tensors["score"].shape, 0, 0)[:2]
     offers = tensors["offers.fits"].shape[2:]
-    tails = {"host": (), "slots": offers[:1], "offers": offers}
+    tails = {"actions": (len(HEADS),), "slots": offers[:1], "offers": offers}
     for name, tensor in tensors.items():
-        tail = (len(HEADS),) if name == "actions" else tails.get(name.split(".")[0], ())
-        kind = str(tensor.dtype).removeprefix("torch.")
-        right = kind.startswith(PREFIXES[KINDS[name]])
-        if tensor.shape != (envs, decisions, *tail) or not right:
+        tail = tails.get(name.split(".")[0], ())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        expected = DTYPE_PREFIXES[ARRAY_KINDS[name]]
+        if tensor.shape != (envs, decisions, *tail) or not dtype.startswith(expected):
             raise InvalidInputError(
-                f"{name} is {kind}{[*tensor.shape]}; record it again."
+                f"{name} is {dtype}{[*tensor.shape]}, which does not fit the other "
+                "arrays. Record it again."
             )
-    whole = envs > 0 and envs % facts.scripts == 0 and len(offers) == 2
-    if not whole or facts.clock[1] != decisions:
-        raise InvalidInputError("its sizes contradict each other; record it again.")
+    complete = envs > 0 and envs % facts.scripts == 0 and len(offers) == 2
+    if not complete or facts.clock[1] != decisions:
+        raise InvalidInputError("its sizes contradict each other. Record it again.")
     Clock(*facts.clock)
 
 
 def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
-    """The recording in a file; refuses what is damaged or of another kind.
-
-    Args:
-        file: That `record` wrote.
-        spec: The action space that it must have, if any.
-    """
+    """The recording in a file; refuses damaged files and, if given, another `spec`."""
     tensors, manifest = read_safetensors(file, partial(_fit, spec))
     assert manifest is not None  # sealed files have one
     facts = _facts(manifest)
     names = facts.actions["blueprints"]
-    most = {
+    limits = {
         "slots.stage": torch.tensor(max(Stage)),
         "slots.blueprint": torch.tensor(len(names) - 1 if names else -1),
         "slots.style": torch.tensor(1),
         "actions": torch.tensor(spec.sizes if spec else 1 << 30) - 1,
     }
-    for name, limit in most.items():
+    for name, limit in limits.items():
         least = -1 if name == "slots.blueprint" else 0
         found = tensors[name].long()
         if bool(((found < least) | (found > limit)).any()):
             raise InvalidInputError(
-                f"{short(file)}: {name} has choices that do not exist."
+                f"{short(file)}: {name} has choices that do not exist. Record it again."
             )
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     return Recording(arrays, Clock(*facts.clock), facts.scripts, manifest.facts)
 
 
-def kept_recording(file: Path, spec: ActionSpec | None = None) -> Recording | None:
-    """A recording that is in a file already; None, with a warning, if it is no use."""
-    if not os.path.lexists(file):
-        return None
-    try:
-        return read_recording(file, spec)
-    except InvalidInputError as error:
-        warnings.warn(f"{error} It is recorded again.", EsperWarning, stacklevel=2)
-        return None
-
-
 def holds_recordings(folder: Path) -> bool:
-    """Whether a folder is one that `record` made."""
-    return os.path.isfile(folder / ABOUT)  # Path.is_file raises for too long names
+    """Whether `record` made a folder."""
+    # Path.is_file raises an error for names that are too long.
+    return os.path.isfile(folder / SETTINGS_FILE)
 
 
 def read_recordings(
@@ -489,40 +497,32 @@ def read_recordings(
     stop: str | None = None,
     clock: str | None = None,
 ) -> list[Recording]:
-    """All recordings of a folder, in order.
-
-    Args:
-        folder: That `record` made.
-        spec: The action space that they must have, if any.
-        stop: The end that they must have, known or not, if any.
-        clock: The kind of clock that they must have, if any.
-    """
+    """All recordings of a folder, in order; None accepts any spec, stop or clock."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise InvalidInputError(
-            f"{short(folder)} has no recordings; make some with esper record."
+            f"{short(folder)} has no recordings. Make some with esper record."
         )
-    about = read_json(folder / ABOUT) if holds_recordings(folder) else {}
-    wanted = about.get("tasks", 0)
+    about = folder / SETTINGS_FILE
+    wanted = read_json(about).get("tasks", 0) if holds_recordings(folder) else 0
     if not isinstance(wanted, int):
-        raise InvalidInputError(f"{short(folder / ABOUT)} is damaged; record again.")
+        raise InvalidInputError(f"{short(about)} is damaged. Record the folder again.")
     if len(files) < wanted:
         raise InvalidInputError(
-            f"{short(folder)} has {len(files)} of {wanted} recordings; go on with "
+            f"{short(folder)} has {len(files)} of {wanted} recordings. Continue with "
             "esper record."
         )
     found = []
     for file in files:
-        found.append(read_recording(file, spec))
-        own = found[-1].clock
-        if stop is not None and own.stop != stop:
-            raise InvalidInputError(
-                f"{folder} was recorded with stop {own.stop!r}, but world.stop is "
-                f"{stop!r}; make others with esper record --stop {stop}."
-            )
-        if clock is not None and own.kind != clock:
-            raise InvalidInputError(
-                f"{folder} was recorded with clock {own.kind!r}, but world.clock is "
-                f"{clock!r}; set world.clock {own.kind}."
-            )
+        recording = read_recording(file, spec)
+        for name, own, other in (
+            ("stop", recording.clock.stop, stop),
+            ("clock", recording.clock.kind, clock),
+        ):
+            if other is not None and own != other:
+                raise InvalidInputError(
+                    f"{folder} was recorded with {name} {own!r}, but world.{name} is "
+                    f"{other!r}. Set world.{name} to {own}, or use other recordings."
+                )
+        found.append(recording)
     return found
