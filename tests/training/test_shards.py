@@ -29,7 +29,7 @@ class Rows(Callback):
     def __init__(self):
         self.seen = []
 
-    def on_rollout(self, trainer, rollout):
+    def on_rollout(self, loop, rollout):
         for played in rollout:
             for table, columns in played.rows.items():
                 listed = {
@@ -44,11 +44,11 @@ def trained(kind, pools, rounds=3):
     own, rows, kept = CONFIGS[kind], Rows(), None
     for _, pool in zip(range(rounds), cycle(pools), strict=False):
         mixture = mixture_for(own)
-        trainer = controller_loop(mixture, own, steps_of(own), [rows], workers=pool)
+        loop = controller_loop(mixture, own, steps_of(own), [rows], workers=pool)
         if kept is not None:
-            load(trainer, kept)
-        trainer.play_round()
-        kept = save(trainer)
+            load(loop, kept)
+        loop.play_round()
+        kept = save(loop)
     return kept, rows.seen
 
 
@@ -112,9 +112,9 @@ def test_a_worker_that_is_stopped_changes_nothing(alone):
 
 def test_what_cannot_be_a_rollout_is_refused():
     own = CONFIGS["kept"]
-    trainer = controller_loop(mixture_for(own), own, 2)
-    jobs, played = trainer.algorithm.jobs(), trainer.algorithm.play_shards()
-    buffer = trainer.algorithm.agent.buffer
+    loop = controller_loop(mixture_for(own), own, 2)
+    jobs, played = loop.algorithm.jobs(), loop.algorithm.play_shards()
+    buffer = loop.algorithm.agent.buffer
     require_played(jobs[0], buffer, played[0])
     good = played[0].columns
     for bad, words in (
@@ -134,13 +134,13 @@ def test_what_cannot_be_a_rollout_is_refused():
 
 def test_another_round_and_another_rollback_are_other_choices():
     own = CONFIGS["kept"]
-    trainer = controller_loop(mixture_for(own), own, steps_of(own))
+    loop = controller_loop(mixture_for(own), own, steps_of(own))
     actions = []
     for round, rollbacks in ((0, 0), (1, 0), (0, 1), (0, 0)):
-        trainer.algorithm.round, trainer.algorithm.rollbacks = round, rollbacks
-        parts = trainer.algorithm.play_shards()
+        loop.algorithm.round, loop.algorithm.rollbacks = round, rollbacks
+        parts = loop.algorithm.play_shards()
         actions.append(torch.cat([part.columns["actions"] for part in parts], dim=1))
     assert torch.equal(actions[0], actions[3])
     assert not torch.equal(actions[0], actions[1])
     assert not torch.equal(actions[0], actions[2])
-    assert leaves(trainer)["algorithm/round"] == 0
+    assert leaves(loop)["algorithm/round"] == 0

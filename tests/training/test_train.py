@@ -70,7 +70,7 @@ def simulated(folder, name="run", **changed):
     )
 
 
-def trainer_of(settings):
+def loop_of(settings):
     return controller_loop(mixture_for(settings), settings, steps_of(settings))
 
 
@@ -116,19 +116,19 @@ def test_a_training_goes_on_to_the_bit_from_what_was_saved(kind):
 
 
 @pytest.fixture(scope="module")
-def trainer():
+def loop():
     """A training that has played a round: whatever is filled once is filled."""
-    trainer = trainer_of(replace(config("nowhere", "run", 6), num_envs=2))
-    trainer.play_round()
-    return trainer
+    loop = loop_of(replace(config("nowhere", "run", 6), num_envs=2))
+    loop.play_round()
+    return loop
 
 
-def test_whatever_changes_in_a_training_is_saved_or_derived(trainer):
-    before, held = fixed(trainer), save(trainer)
+def test_whatever_changes_in_a_training_is_saved_or_derived(loop):
+    before, held = fixed(loop), save(loop)
     for _ in range(2):
-        trainer.play_round()
-    assert changed(trainer, before) == []
-    after = save(trainer)
+        loop.play_round()
+    assert changed(loop, before) == []
+    after = save(loop)
     moved = {
         name
         for name, value in after.items()
@@ -140,27 +140,27 @@ def test_whatever_changes_in_a_training_is_saved_or_derived(trainer):
         assert any(name.startswith(f"algorithm/shards/1/{part}") for name in moved), (
             part
         )
-    assert {type(part) for _, part in stateful(trainer)} == {
+    assert {type(part) for _, part in stateful(loop)} == {
         TrainingLoop,
         ControllerPPO,
         PPOAgent,
     }
 
 
-def test_whatever_changes_in_a_world_is_saved_or_derived(trainer):
-    world = trainer.algorithm.mixture.world(1)
+def test_whatever_changes_in_a_world_is_saved_or_derived(loop):
+    world = loop.algorithm.mixture.world(1)
     before = fixed(world)
-    trainer.play_round()
+    loop.play_round()
     assert changed(world, before) == []
     assert {*map(type, dict(stateful(world)).values())} >= {GrowingWorld, Cohort}
 
 
-def test_whatever_is_forgotten_is_found(trainer, monkeypatch):
-    world = trainer.algorithm.mixture.world(1)
+def test_whatever_is_forgotten_is_found(loop, monkeypatch):
+    world = loop.algorithm.mixture.world(1)
     forgotten = (
-        *((trainer, PPOAgent, name) for name in ("moments", "generator")),
-        *((trainer, ControllerPPO, name) for name in ("shards", "round")),
-        (trainer, TrainingLoop, "seconds"),
+        *((loop, PPOAgent, name) for name in ("moments", "generator")),
+        *((loop, ControllerPPO, name) for name in ("shards", "round")),
+        (loop, TrainingLoop, "seconds"),
         *((world, GrowingWorld, name) for name in ("_phi", "cohort")),
     )
     for whole, owner, name in forgotten:
@@ -168,23 +168,23 @@ def test_whatever_is_forgotten_is_found(trainer, monkeypatch):
             left = tuple(part for part in owner.STATE if part != name)
             patch.setattr(owner, "STATE", left)
             before = fixed(whole)
-            trainer.play_round()
+            loop.play_round()
             lines = changed(whole, before)
         assert any(line.endswith(f".{name}") for line in lines), name
 
 
 def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
     timed = replace(simulated(tmp_path), budget=Budget(rounds=None, minutes=2.0))
-    trainer = trainer_of(timed)
-    assert (trainer.done, trainer.over) == (0.0, False)
-    trainer.seconds = 60.0
-    assert trainer.done == pytest.approx(0.5)
-    assert not trainer.over
-    rate = trainer.play_round().learning_rate
+    loop = loop_of(timed)
+    assert (loop.done, loop.over) == (0.0, False)
+    loop.seconds = 60.0
+    assert loop.done == pytest.approx(0.5)
+    assert not loop.over
+    rate = loop.play_round().learning_rate
     share = timed.learner.end_factor
     assert rate == pytest.approx(timed.learner.ppo.learning_rate * (1 + share) / 2)
-    trainer.seconds = 120.0
-    assert (trainer.done, trainer.over) == (1.0, True)
+    loop.seconds = 120.0
+    assert (loop.done, loop.over) == (1.0, True)
 
 
 # A run that is interrupted.
@@ -286,7 +286,7 @@ def test_a_disk_that_refuses_is_tried_again_and_training_goes_on(tmp_path):
     result = begin_run(simulated(tmp_path), [OnRoundEnd(blocked), log])
     assert result.rounds == 4
     assert len(log.warnings) == 2
-    assert all("Training goes on." in line for line in log.warnings)
+    assert all("Training continues." in line for line in log.warnings)
     assert state(result.path)[0] == 4
 
 
@@ -307,7 +307,7 @@ def test_updates_that_are_never_finite_take_the_run_back_and_then_end_it(tmp_pat
         )
     assert [number for number, _ in played] == 4 * [1, 2, 3]
     tries = {tuple(played[start : start + 3]) for start in range(0, 12, 3)}
-    assert len(tries) == 4  # streams are drawn anew
+    assert len(tries) == 4  # streams are drawn again
     notes = read(tmp_path / "run", "live_notes")
     assert [note["kind"] for note in notes] == 3 * ["refused"]
     assert "restarting from round 0" in notes[0]["text"]

@@ -46,8 +46,8 @@ class Log(Callback):
         if warning:
             self.warnings.append(text)
 
-    def on_evaluation(self, trainer, results):
-        self.evaluations.append((trainer.round, mean_return(results)))
+    def on_evaluation(self, loop, results):
+        self.evaluations.append((loop.round, mean_return(results)))
 
 
 def tell(record):

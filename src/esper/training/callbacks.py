@@ -1,13 +1,13 @@
-"""Callbacks of a training: record, TensorBoard, console, evaluation, checkpoints.
+"""Callbacks of a training: store, TensorBoard, console, evaluation, checkpoints.
 
-`begin_run` puts its own around those it is given: rows and TensorBoard before them,
-evaluation and checkpoints after them, so that a round is known everywhere when it is
-saved.
+`begin_run` calls the store and TensorBoard before the callbacks that it is given, and
+evaluation and checkpoints after them. So a checkpoint is saved last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from math import isnan
 from pathlib import Path
@@ -31,27 +31,27 @@ from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.training.loop import PATIENCE, Callback, TrainingLoop, WorldRollout
 
-LINES: Final = 16
-"""Lines about rounds, where there is no terminal."""
-SECONDS: Final = 15
-"""Between two of them, if time ends the training."""
+MAX_LOG_LINES: Final = 16
+"""Lines about rounds in the output, if it is not a terminal."""
+SECONDS_PER_LINE: Final = 15
+"""Minimum time between two of them, if only time limits the training."""
 LEARNED: Final = "Tamiyo"
-"""What the policy is called in tables."""
+"""Name of the policy in tables."""
 
 
 class Record(Callback):
     """Writes rounds, steps, episodes, lifecycle events and evaluations into a store.
 
     Args:
-        store: Where to.
-        tasks: What is learnt in each of the worlds.
+        store: The store of the run.
+        tasks: Name of the task of each world.
     """
 
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
 
     def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
-        """The rows of all steps."""
+        """Add the rows of all steps."""
         before = loop.round * loop.algorithm.rollout_steps
         for task, played in zip(self._tasks, rollout, strict=True):
             for table, columns in played.rows.items():
@@ -61,26 +61,21 @@ class Record(Callback):
                 self._store.add(table, round=round, step=step, task=task, **rows)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """The rows of one round."""
+        """Add the row of the round."""
         self._store.add_round(record)
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
-        """The rows of a periodic evaluation."""
-        for task, judged in results.items():
-            self._store.add_evaluation(
-                judged,
-                round=loop.round,
-                stage=VALIDATION,
-                controller=LEARNED,
-                task=task,
-            )
+        """Add the rows of the evaluation."""
+        add = partial(self._store.add_evaluation, round=loop.round, stage=VALIDATION)
+        for task, result in results.items():
+            add(result, controller=LEARNED, task=task)
 
 
 class TensorBoard(Callback):
-    """Writes the figures of every round for TensorBoard, by env-steps.
+    """Writes the metrics of every round for TensorBoard, by environment steps.
 
     Args:
-        folder: What `tensorboard --logdir` is pointed at.
+        folder: Argument of `tensorboard --logdir`.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -88,27 +83,27 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
-        """Open the files; figures beyond a checkpoint are no longer shown."""
+        """Open the files; metrics after the checkpoint are no longer shown."""
         later = loop.env_steps + 1 if resumed else None
         self._writer = summary_writer()(self._folder, purge_step=later)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """Write the figures of one round."""
+        """Write the metrics of the round."""
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record.env_steps)
 
     def on_close(self) -> None:
-        """Finish writing."""
+        """Close the files."""
         if self._writer is not None:
             self._writer.close()
 
 
 class ConsoleProgress(Callback):
-    """Shows a run from its beginning to its end.
+    """Prints the progress of a run.
 
     Args:
-        console: Where to.
-        details: Whether to show what only people who tune a learner read.
+        console: Output; None: the terminal.
+        details: Whether to print metrics of the learner, such as KL and entropy.
     """
 
     def __init__(
@@ -120,11 +115,11 @@ class ConsoleProgress(Callback):
         self._last = 0.0
 
     def on_message(self, text: str, *, warning: bool = False) -> None:
-        """Print it."""
+        """Print the message."""
         print_line(self._console, f"{'warning: ' if warning else ''}{text}")
 
     def on_progress(self, name: str, done: int, total: int, text: str) -> None:
-        """Show how far something is."""
+        """Update the progress bar."""
         self._progress.update(name, done, total, text)
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
@@ -136,13 +131,13 @@ class ConsoleProgress(Callback):
         self.on_message(f"round {loop.round}  validation hosts: {figure}")
         if self._details:
             parts = [
-                f"{task} {judged.returns.mean():+.4f} (score {judged.score.mean():.3f})"
-                for task, judged in results.items()
+                f"{task} {result.returns.mean():+.4f} (score {result.score.mean():.3f})"
+                for task, result in results.items()
             ]
             self.on_message(f"  {', '.join(parts)}")
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """Show one round."""
+        """Update the progress bar, or print a line from time to time."""
         self._returns.append(record.mean_return)
         minutes, endless = loop.minutes, record.rounds == ENDLESS
         left = f"{time_left(record, minutes)} left"
@@ -155,9 +150,9 @@ class ConsoleProgress(Callback):
             )
             self._progress.update(*done, text)
             return
-        due = record.round % max(record.rounds // LINES, 1) == 0
+        due = record.round % max(record.rounds // MAX_LOG_LINES, 1) == 0
         if endless:
-            due = record.seconds - self._last >= SECONDS
+            due = record.seconds - self._last >= SECONDS_PER_LINE
         if due or record.round == 1:
             self._last = record.seconds
             total = "" if endless else f"/{record.rounds}"
@@ -167,12 +162,12 @@ class ConsoleProgress(Callback):
             self.on_message(f"round {record.round}{total}  {text}  {left}")
 
     def on_close(self) -> None:
-        """Leave the terminal."""
+        """Close the progress bar."""
         self._progress.close()
 
 
 def time_left(record: RoundRecord, minutes: float | None) -> str:
-    """How long training will go on, in words."""
+    """Remaining training time, as text."""
     seconds = record.seconds / record.round * (record.rounds - record.round)
     if minutes is not None:
         seconds = min(seconds, max(60 * minutes - record.seconds, 0.0))
@@ -182,38 +177,36 @@ def time_left(record: RoundRecord, minutes: float | None) -> str:
 
 
 class Evaluate(Callback):
-    """Evaluates the policy every so often on the same hosts.
-
-    They choose the best checkpoint, so the final evaluation has others.
+    """Evaluates the policy on the validation hosts at regular intervals.
 
     Args:
         every: Rounds between two evaluations.
-        evaluate: Results of a policy.
+        evaluate: Returns the results of a policy.
     """
 
     def __init__(self, every: int, evaluate: Callable[[TamiyoPolicy], Results]) -> None:
         self._every, self._evaluate = every, evaluate
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
-        """Where it starts from."""
+        """Evaluate the initial policy."""
         if not resumed and not loop.stopping:
             loop.call("on_evaluation", loop, self._evaluate(loop.algorithm.policy))
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """If it is time to; a signal must not choose another best checkpoint."""
+        """Evaluate if due; never early because of a signal, so results stay equal."""
         due = record.round % self._every == 0 or loop.over
         if due and loop.sound:
             loop.call("on_evaluation", loop, self._evaluate(loop.algorithm.policy))
 
 
 class Checkpoint(Callback):
-    """Saves the trainer every so often: rows first, then its state.
+    """Saves the loop at regular intervals, after flushing the store.
 
-    A disk that refuses is tried again at the next checkpoint, three times in a row.
+    If saving fails, it is tried again at the next checkpoint, up to three times.
 
     Args:
-        store: Made durable before each checkpoint, so it is never behind one.
-        folder: Where checkpoints go.
+        store: Made durable before each checkpoint.
+        folder: Folder of the checkpoints.
         every: Rounds between two checkpoints.
         facts: Written into each; see `CheckpointFolder.publish`.
     """
@@ -231,11 +224,11 @@ class Checkpoint(Callback):
         self._score: float | None = None
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
-        """Remember how good the policy is."""
+        """Keep the score for the next checkpoint."""
         self._score = mean_return(results)
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
-        """Save where it starts from, or remove what a death left behind."""
+        """Save the initial state; after a resume, remove unfinished files."""
         if resumed:
             with suppress(StorageError):
                 self._folder.prune(loop.round)
@@ -243,10 +236,9 @@ class Checkpoint(Callback):
             self._save(loop, last=False)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """Save if it is time to."""
+        """Save if due and if the state is worth returning to."""
         last = loop.over or loop.stopping
         due = last or self._score is not None or record.round % self._every == 0
-        # What is gone back to, or gone on from, should be sound.
         if due and loop.sound:
             self._save(loop, last=last)
 
@@ -256,37 +248,32 @@ class Checkpoint(Callback):
             self._store.flush()
             self._folder.publish(loop.round, save(loop), self._facts, score=score)
             self._failures = 0
-        except StorageError as trouble:
+        except StorageError as error:
             self._failures += 1
             if last or self._failures == PATIENCE:
                 raise
-            loop.call("on_message", f"{trouble} Training goes on.", warning=True)
+            loop.call("on_message", f"{error} Training continues.", warning=True)
 
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """The figures of a round by name; what is NaN or missing is left out."""
+    """The metrics of a round by name, without those that are NaN or None."""
     named = {"round/mean_return": record.mean_return, "round/seconds": record.seconds}
-    update = record.update
-    named |= {
-        f"update/{field.name}": getattr(update, field.name)
-        for field in fields(UpdateRecord)
-        if field.name != "heads"
-    }
-    named |= {
-        f"{field.name}/{head}": getattr(figures, field.name)
-        for head, figures in update.heads.items()
-        for field in fields(HeadRecord)
-    }
+    for field in fields(UpdateRecord):
+        if field.name != "heads":
+            named[f"update/{field.name}"] = getattr(record.update, field.name)
+    for head, metrics in record.update.heads.items():
+        for field in fields(HeadRecord):
+            named[f"{field.name}/{head}"] = getattr(metrics, field.name)
     for name, value in named.items():
         if value is not None and not isnan(value):
             yield name, float(value)
 
 
 def summary_writer() -> Any:  # noqa: ANN401
-    """The class that writes for TensorBoard; refuses if it is not installed."""
+    """The `SummaryWriter` class; raises an error if TensorBoard is not installed."""
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError:
         raise InvalidInputError(
-            "TensorBoard is not installed: pip install 'esper-lite[tensorboard]'."
+            "TensorBoard is not installed. Run pip install 'esper-lite[tensorboard]'."
         ) from None

@@ -1,12 +1,12 @@
-"""From a run's newest checkpoint to its end, whatever is trained in it.
+"""Training of a run from its newest checkpoint to its end.
 
-    round  ->  rows in the store  ->  every so often: flush, then a checkpoint
+    round  ->  rows in the store  ->  every few rounds: flush, then a checkpoint
 
-A checkpoint of round r is published after all rows up to r are durable, so a store is
-never behind the checkpoint that a run resumes from. A signal ends the run after its
-round: rows and state are saved first. A weight, moment, memory or reward that is not
-finite, and three rounds in a row whose updates are all refused as such, take the run
-back to its last checkpoint, with new random streams.
+A checkpoint of round r is published after all rows up to r are durable, so the store is
+never behind the checkpoint. After a signal, the run saves rows and state at the end of
+the round and stops. If weights, moments, memories or rewards are not finite, or three
+rounds in a row have no finite update, the run returns to its last checkpoint with new
+random streams.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,18 @@ from esper.workers.jobs import caught_signals
 DIAGNOSIS: Final = "diagnosis.json"
 """File in the folder of a run whose updates were not finite."""
 Attempt = tuple[int, TrainingLoop, str | None]
-"""The round that it began after; the trainer; what was not finite and ended it."""
+"""Round of the checkpoint that it started from, the loop, and what was not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Where a run is, and why it ended."""
+    """The folder of a run and how it ended."""
 
     path: Path
     rounds: int
-    """Rounds that it has played."""
+    """Number of completed rounds."""
     signal: int | None
-    """The signal that ended it early, if one did."""
+    """The signal that stopped it early, if any."""
 
 
 def train_to_end(
@@ -45,28 +45,28 @@ def train_to_end(
     first: Sequence[str],
     attempt: Callable[[Sequence[int], str | None, int], Attempt],
 ) -> RunResult:
-    """Train to the end; go back to a checkpoint as often as it diverges.
+    """Train to the end; return to a checkpoint whenever training diverges.
 
     Args:
-        run: Where it is recorded.
-        callbacks: Get the first lines.
-        first: Lines to be read by people.
-        attempt: Trains from the newest checkpoint until an end; it gets signals as
-            they come, what ended the attempt before it, and how often the run went
-            back for that.
+        run: The run to train.
+        callbacks: Receive the messages in `first`.
+        first: Messages that are sent before training.
+        attempt: Trains from the newest checkpoint. Its arguments are the received
+            signals, what was not finite in the last attempt, and how many attempts
+            have failed.
     """
     for callback in callbacks:
         for text in first:
             callback.on_message(text)
-    trouble, rollbacks, starts = None, 0, list[int]()
+    failure, rollbacks, starts = None, 0, list[int]()
     with caught_signals() as signals:
-        # From one checkpoint it is tried a few times; who gets further may go on.
+        # The limit counts attempts from one checkpoint; a newer one starts at zero.
         while starts.count(max(starts, default=0)) <= PATIENCE:
-            start, trainer, trouble = attempt(signals, trouble, rollbacks)
-            if trouble is None:
+            start, loop, failure = attempt(signals, failure, rollbacks)
+            if failure is None:
                 signal = signals[0] if signals else None
-                return RunResult(run.path, trainer.round, signal)
-            rollbacks = trainer.rollbacks + 1
+                return RunResult(run.path, loop.round, signal)
+            rollbacks = loop.rollbacks + 1
             starts.append(start)
     raise NumericsError(
         f"run {run.name}: numbers were not finite, even after {PATIENCE} returns to a "
@@ -74,32 +74,32 @@ def train_to_end(
     )
 
 
-def train_on(
-    trainer: TrainingLoop,
+def resume_and_train(
+    loop: TrainingLoop,
     run: Run,
     store: Store,
     checkpoints: CheckpointFolder,
     found: Loaded | None,
     facts: Mapping[str, Any],
-    trouble: str | None,
+    failure: str | None,
     rollbacks: int,
     begin: Callable[[], object] = lambda: None,
 ) -> tuple[int, str | None]:
-    """Train from a checkpoint, or from the beginning, until an end.
+    """Load a checkpoint, if there is one, and train until the run ends or diverges.
 
     Args:
-        trainer: Made as it was in the beginning.
-        run: Where it is recorded.
-        store: Of that run.
-        checkpoints: Of that run.
-        found: The newest of them, if there is one.
-        facts: What must not have changed since.
-        trouble: What was not finite and ended the attempt before this one.
-        rollbacks: How often the run went back for that.
-        begin: Called before anything else where there is no checkpoint.
+        loop: A new loop with the settings of the run.
+        run: The run to train.
+        store: Its store.
+        checkpoints: Its checkpoints.
+        found: The newest checkpoint, if any.
+        facts: Facts that must be the same as in the checkpoint.
+        failure: What was not finite in the last attempt, if it failed.
+        rollbacks: Number of failed attempts.
+        begin: Called first if there is no checkpoint.
 
     Returns:
-        The round that it began after, and what was not finite and ended it.
+        The round of the checkpoint, and what was not finite.
     """
     versions, notes = versions_now(run.config_toml), []
     if found is None:
@@ -108,32 +108,35 @@ def train_on(
         for name, value in facts.items():
             if found.manifest.facts.get(name) != value:
                 raise InvalidInputError(
-                    f"the {name} of run {run.name} changed since its last checkpoint; "
-                    "restore it, or start a new run."
+                    f"the {name} of run {run.name} changed since its last checkpoint. "
+                    "Restore it, or start a new run."
                 )
-        load(trainer, checkpoints.load(found.manifest.step, leaves(trainer)).tensors)
+        load(loop, checkpoints.load(found.manifest.step, leaves(loop)).tensors)
         notes = [("rejected", line) for line in found.rejected] + [
             ("inexact", f"{line}; later results may differ in the last bits.")
             for line in changes_since(run.versions, versions)
         ]
-    store.begin_attempt(None if found is None else trainer.round, versions)
+    store.begin_attempt(None if found is None else loop.round, versions)
     notes += [("store", line) for line in store.warnings]
-    start = trainer.round
-    if trouble is not None:
-        trainer.change_streams(rollbacks)
-        text = f"{trouble}; restarting from round {start} with new random numbers."
+    start = loop.round
+    if failure is not None:
+        loop.change_streams(rollbacks)
+        text = f"{failure}; restarting from round {start} with new random numbers."
         notes.append(("refused", text))
     for kind, text in notes:
-        store.add_note(trainer.round, kind, text)
-        trainer.call("on_message", text, warning=True)
-    trainer.stopping = trainer.interrupted()
-    trainer.call("on_train_start", trainer, resumed=found is not None)
-    last, trouble = None, None
+        store.add_note(start, kind, text)
+        loop.call("on_message", text, warning=True)
+    loop.stopping = loop.interrupted()
+    loop.call("on_train_start", loop, resumed=found is not None)
+    last, failure = None, None
     try:
-        last = trainer.run()
-        trouble = BROKEN if trainer.diverged else None
+        last = loop.run()
+        failure = BROKEN if loop.diverged else None
     except NotFiniteError as error:
-        trouble = str(error).rstrip(".")
-    if trouble is not None:
-        run.write(DIAGNOSIS, {"trouble": trouble, "last": str(last)})
-    return start, trouble
+        failure = str(error).rstrip(".")
+    if failure is not None:
+        run.write(DIAGNOSIS, {"trouble": failure, "last": str(last)})
+    return start, failure
+
+
+train_on = resume_and_train

@@ -1,11 +1,9 @@
-"""Shards: the worlds of a training, each played on its own, here or elsewhere.
-
-`play_shard` turns what is known before a round into what is known after it:
+"""Shards: one world of a training each, stepped in this or in another process.
 
     weights, state of the world, random stream  ->  rollout, rows, state of the world
 
-It depends on nothing else, so a shard that is lost is played again by any worker and
-gives the same bits. The random stream is keyed by run, shard and round.
+The result depends on nothing else, so any worker can repeat a lost shard and gets the
+same bits. The key of the random stream has the run, the shard and the round.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,49 +26,49 @@ from esper.simic.rollout import RolloutState, Transition, collect, start
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.training.loop import WorldRollout
 
-FIGURES = ("score", "test", "added", "macs", "panicked")
-"""Of an episode's network, as the store has them."""
+REPORT_COLUMNS = ("score", "test", "added", "macs", "panicked")
+"""Fields of `EpisodeReport` that the store has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where one world of a training stands between two rounds."""
+    """The state of one world between two rounds."""
 
     episodes: Int64[Tensor, " env"]
-    """Episodes that were begun and stepped in."""
+    """Number of episodes with at least one step."""
     live: RolloutState | None = None
-    """None if every round begins anew."""
+    """None if every round starts new episodes."""
     world: Tensors | None = None
-    """The state of the world; None if it keeps none."""
+    """The state of the world; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardJob:
-    """All that a shard's rollout depends on, but for the weights."""
+    """All that the rollout of a shard depends on, except for the weights."""
 
     mixture: Mixture = field(repr=False)
     number: int
     round: int
-    """From 0."""
+    """Counted from 0."""
     shard: Shard = field(repr=False)
     policy: PolicyConfig
     steps: int
     rng_seed: int
     rollbacks: int
-    """Another number of them gives another random stream."""
+    """Number of rollbacks; changes the random stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRollout(WorldRollout):
-    """The rollout of one shard, and where it stands after it."""
+    """The rollout of one shard and its state afterwards."""
 
     shard: Shard
     columns: Mapping[str, Tensor]
-    """The steps; see `TamiyoRolloutBuffer.columns`."""
+    """Result of `TamiyoRolloutBuffer.columns`."""
 
 
 def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
-    """Where a world stands before the first round."""
+    """The state of a world before the first round."""
     episodes = torch.zeros(mixture.counts[number], dtype=torch.int64)
     if mixture.redrawn:
         return Shard(episodes)
@@ -80,21 +78,14 @@ def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
 
 
 def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
-    """Play one world for a round.
-
-    Args:
-        weights: Of the policy.
-        job: Everything else.
-    """
+    """Step one world for a round, with a policy of these weights."""
     shard, mixture, number = job.shard, job.mixture, job.number
-    with torch.random.fork_rng(devices=[]):  # first weights are drawn, and lost
+    with torch.random.fork_rng(devices=[]):  # initial weights use random numbers
         policy = TamiyoPolicy(mixture.spec, job.policy)
     load(policy, weights)
     world = mixture.world(number, job.round, shard.world)
     live = shard.live or start(world, policy)
-    buffer = TamiyoRolloutBuffer(
-        world.num_envs, job.steps, world.spec, state_shape=policy.state_shape
-    )
+    buffer = TamiyoRolloutBuffer.for_policy(policy, world.num_envs, job.steps)
     choices = f"choices, {number}, {job.round}, {job.rollbacks}"
     steps: list[Transition] = []
     live, stats = collect(
@@ -108,17 +99,14 @@ def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     )
     first = torch.stack([step.observation.episode_start for step in steps])
     episode = shard.episodes + first.cumsum(dim=0)
-    after = Shard(
-        episode[-1],
-        None if mixture.redrawn else live,
-        mixture.keep(number, world),
-    )
+    kept = None if mixture.redrawn else live
+    after = Shard(episode[-1], kept, mixture.keep(number, world))
     rows = rows_of(steps, episode, world)
     return ShardRollout(rows, stats, after, buffer.columns())
 
 
 def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:
-    """Refuse an answer that cannot be one."""
+    """Refuse a result of a worker that is not a rollout of this job."""
     if not isinstance(played, ShardRollout):
         raise InvalidInputError(f"expected a rollout, got {type(played).__name__}.")
     buffer.require_columns(played.columns, job.mixture.counts[job.number])
@@ -129,20 +117,14 @@ def rows_of(
     episode: Int64[Tensor, "time env"],
     world: VectorWorld,
 ) -> dict[str, dict[str, Any]]:
-    """Rows of the store about the steps of a rollout, by table.
-
-    Args:
-        steps: In order.
-        episode: Number of the episode, from 1, in every step.
-        world: Where they were taken.
-    """
+    """Rows for the store by table; `episode` counts from 1."""
 
     def flat(values: Sequence[Tensor]) -> Tensor:
-        """Of all steps, `[time * env, ...]`."""
+        """The values of all steps, `[time * env, ...]`."""
         return torch.stack([*values]).flatten(0, 1)
 
     def where(cells: Tensor) -> dict[str, Tensor]:
-        """The columns that say which step of which episode each row is about."""
+        """Columns with the step and the episode of each row."""
         return {
             "index": cells // world.num_envs,
             "env": cells % world.num_envs,
@@ -191,9 +173,9 @@ def rows_of(
         cells = ended.nonzero().flatten()
         rows["episodes"] = {**where(cells), "return": returns[cells]}
         reports = [result.report for result in results if result.report is not None]
-        if reports:  # of all ends, in the same order
+        if reports:  # one entry per ended episode, in the same order
             rows["episodes"] |= {
                 name: torch.cat([getattr(each, name) for each in reports])
-                for name in FIGURES
+                for name in REPORT_COLUMNS
             }
     return rows

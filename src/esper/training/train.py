@@ -1,6 +1,6 @@
-"""Trainings of Tamiyo that are recorded, saved and resumed exactly, then evaluated.
+"""Training runs of Tamiyo: recorded, resumable to the bit, evaluated at the end.
 
-Here, and only here, settings become worlds, policies and callbacks.
+This module turns settings into worlds, a policy and callbacks.
 """
 
 from collections.abc import Collection, Sequence
@@ -60,14 +60,12 @@ from esper.training.pretraining import (
     warm_policy,
 )
 from esper.training.recordings import Recording, holds_recordings
-from esper.training.recovery import Attempt, RunResult, train_on, train_to_end
+from esper.training.recovery import Attempt, RunResult, resume_and_train, train_to_end
 from esper.training.worlds import check_worlds, mixture_for, steps_of, tasks_of
 from esper.workers.jobs import Workers, machine_memory
 
-"""What `versions.json` calls such a run."""
 FINAL_HOSTS: Final = 1
-"""Number of the hosts of the final evaluation, in every run; `esper evaluate` has
-others unless it is told so."""
+"""Host set of the final evaluation; `esper evaluate` uses another by default."""
 
 
 def begin_run(
@@ -75,12 +73,13 @@ def begin_run(
     callbacks: Sequence[Callback] = (),
     workers: Workers | None = None,
 ) -> RunResult:
-    """Begin a run and train until its budget is used up, or a signal comes.
+    """Create a run and train until its budget is used up or a signal arrives.
 
     Args:
         config: All settings.
-        callbacks: Called besides those that record, evaluate and save.
-        workers: Who trains and judges hosts; none: this process. Results are the same.
+        callbacks: Added to the callbacks that record, evaluate and save.
+        workers: Processes that train and evaluate hosts; None: this process. Results
+            do not depend on them.
     """
     facts = {"kind": TRAINING, "rng_seed": config.rng_seed, "tasks": [*config.tasks]}
     if (commit := checkout_commit()) is not None:
@@ -97,10 +96,10 @@ def resume_run(
     callbacks: Sequence[Callback] = (),
     workers: Workers | None = None,
 ) -> RunResult:
-    """Go on with a run from its newest good checkpoint; with any workers."""
+    """Continue a run from its newest valid checkpoint, with any workers."""
     with Run.open(path) as run:
         if run.finished is not None:
-            raise InvalidInputError(f"run {run.name} is complete; start a new one.")
+            raise InvalidInputError(f"run {run.name} is complete. Start a new one.")
         config = settings_of(run)
         check_memory(config, check_worlds(config))
         first = (f"Resuming {run.name}: {_describe(config)}.",)
@@ -109,10 +108,10 @@ def resume_run(
 
 
 def settings_of(run: Run) -> TrainConfig:
-    """The settings that a training was begun with."""
+    """The settings of a training run."""
     if run.kind != TRAINING:
         raise InvalidInputError(
-            f"run {run.name} was not started by esper train; it cannot be resumed."
+            f"run {run.name} was not started by esper train. Choose one that was."
         )
     return from_toml(run.config_toml)
 
@@ -125,7 +124,7 @@ def _describe(config: TrainConfig) -> str:
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuse what cannot be begun before anything is made."""
+    """Refuse settings that cannot be trained, before any file is written."""
     worlds = check_worlds(config)
     check_memory(config, worlds)
     if _starts_from_recordings(config):
@@ -144,7 +143,7 @@ def _check(config: TrainConfig) -> None:
 
 
 def _starts_from_recordings(config: TrainConfig) -> bool:
-    """Whether a new policy is fitted to recordings, its own or those of a folder."""
+    """Whether the policy is first fitted to recordings, its own or given ones."""
     where = config.start_from
     return where == RECORDINGS or (where is not None and holds_recordings(Path(where)))
 
@@ -152,13 +151,9 @@ def _starts_from_recordings(config: TrainConfig) -> bool:
 def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     """Refuse a training that needs more memory than this machine has.
 
-    Weights, gradients and moments are there once, and up to four times more while they
-    are saved, like the state of the world. A rollout is there twice, with activations
-    of about its size again for each pass through the policy, and wide memories beside.
-
-    Args:
-        config: The run's.
-        worlds: From `check_worlds`, with one environment each.
+    Saving needs up to four more copies of weights, gradients, moments and worlds. A
+    rollout needs two copies, and each pass through the policy about as much again.
+    `worlds` has one environment for each world, from `check_worlds`.
     """
     policy = weightless_policy(config.learner.policy)
     envs, steps, spec = len(worlds), steps_of(config), worlds[0].spec
@@ -169,11 +164,11 @@ def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     memories = 4 * prod(shape) * envs * steps
     each = 5 * (state + rollout) + 8 * memories // config.learner.ppo.minibatches
     needed = 16 * learner + config.num_envs * each
-    there = machine_memory()
-    if needed > there:
+    available = machine_memory()
+    if needed > available:
         raise InvalidInputError(
             f"this training needs about {needed / 1e9:,.0f} GB of memory, this machine "
-            f"has {there / 1e9:,.0f} GB; lower envs or learner.policy."
+            f"has {available / 1e9:,.0f} GB. Lower num_envs or learner.policy."
         )
 
 
@@ -183,22 +178,12 @@ def _attempt(
     callbacks: Sequence[Callback],
     workers: Workers,
     signals: Sequence[int],
-    trouble: str | None,
+    failure: str | None,
     rollbacks: int,
 ) -> Attempt:
-    """Train from the newest checkpoint, if there is one, to an end.
-
-    Args:
-        config: The run's.
-        run: Where.
-        callbacks: Called besides its own.
-        workers: Who trains and judges hosts.
-        signals: Those that came.
-        trouble: What was not finite and ended the attempt before this one.
-        rollbacks: How often the run went back for that.
-    """
+    """Train from the newest checkpoint, if any; see `train_to_end`."""
     checkpoints = run.checkpoints(keep=config.checkpoint.last)
-    # Whether it fits is judged before anything is made as large as settings say.
+    # Shapes are checked first: settings from a file may ask for huge tensors.
     found = checkpoints.latest(policy_shapes(config.learner.policy), POLICY)
     mixture = mixture_for(config)
     facts = {"config": digest(config), "actions": mixture.spec.describe()}
@@ -208,70 +193,65 @@ def _attempt(
         if config.checkpoint.tensorboard:
             own.append(TensorBoard(run.path / "tensorboard"))
         own += callbacks
-        if not config.simulated:  # which has no hosts
-            watch = partial(_watch, config, workers)
-            own.append(Evaluate(config.evaluation.every, watch))
+        if not config.simulated:  # the simulated world has no hosts
+            validate = partial(_validate, config, workers)
+            own.append(Evaluate(config.evaluation.every, validate))
         own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
         steps = steps_of(config)
-        trainer = controller_loop(mixture, config, steps, own, signals, workers)
+        loop = controller_loop(mixture, config, steps, own, signals, workers)
         try:
-            start, trouble = train_on(
-                trainer,
+            start, failure = resume_and_train(
+                loop,
                 run,
                 store,
                 checkpoints,
                 found,
                 facts,
-                trouble,
+                failure,
                 rollbacks,
-                partial(_start_from, config, run, trainer),
+                partial(_load_start, config, run, loop),
             )
-            if checkpoints.steps():  # from which the start is not made again
+            if checkpoints.steps():  # recordings are not needed any more
                 with suppress(OSError):
                     discard(Disk(), run.path / OWN_RECORDINGS)
-            if trouble is not None:
-                return start, trainer, trouble
-            if not trainer.interrupted():
-                _evaluate_test(config, run, store, trainer)
-            if not trainer.interrupted():
-                run.finish(
-                    {
-                        "rounds": trainer.round,
-                        "env_steps": trainer.env_steps,
-                        **_started_with(config, run),
-                    }
-                )
+            if failure is not None:
+                return start, loop, failure
+            if not loop.interrupted():
+                _evaluate_test(config, run, store, loop)
+            if not loop.interrupted():
+                done = {"rounds": loop.round, "env_steps": loop.env_steps}
+                run.finish(done | _start_facts(config, run))
         finally:
-            trainer.call("on_close")
-    return start, trainer, None
+            loop.call("on_close")
+    return start, loop, None
 
 
-def _started_with(config: TrainConfig, run: Run) -> dict[str, int | None]:
-    """Decisions on real hosts that the start took, counted when it was made."""
+def _start_facts(config: TrainConfig, run: Run) -> dict[str, int | None]:
+    """Number of decisions on real hosts before the first round; None if unknown."""
     if (run.path / START).exists():
         return run.facts(START)
-    # Runs of older versions did not count them.
+    # Older versions did not count them.
     return {"recorded_steps": None if _starts_from_recordings(config) else 0}
 
 
-def _start_from(config: TrainConfig, run: Run, trainer: TrainingLoop) -> None:
-    """Give a new policy the weights that the run is to start from."""
+def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
+    """Load the weights that `start_from` stands for into a new policy."""
 
     def report(name: str, done: int, total: int, text: str) -> None:
-        trainer.call("on_progress", name, done, total, text)
+        loop.call("on_progress", name, done, total, text)
 
     if config.start_from is None:
         return
     if config.start_from == WARM:
         if config.simulated:
-            return  # that is where it is going anyway
-        weights = warm_policy(config, report, trainer.interrupted)
+            return  # the run itself trains there
+        weights = warm_policy(config, report, loop.interrupted)
     elif _starts_from_recordings(config):
-        spec, stop = trainer.algorithm.policy.spec, trainer.interrupted
+        spec, stop = loop.algorithm.policy.spec, loop.interrupted
         recordings: list[Recording] | None
         if config.start_from == RECORDINGS:
             folder = run.path / OWN_RECORDINGS
-            workers = trainer.algorithm.workers
+            workers = loop.algorithm.workers
             recordings = own_recordings(config, spec, folder, report, stop, workers)
         else:
             recordings = given_recordings(config, spec)
@@ -283,11 +263,11 @@ def _start_from(config: TrainConfig, run: Run, trainer: TrainingLoop) -> None:
     else:
         weights = find_controller(config.start_from, Path(config.runs)).weights
     if weights is not None:
-        load(trainer.algorithm.policy, weights)
+        load(loop.algorithm.policy, weights)
 
 
-def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
-    """Results of the policy on the hosts that choose the best checkpoint."""
+def _validate(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
+    """Results of the policy on the validation hosts."""
     learned = TrainedController(
         LEARNED, config.learner.policy, dict(policy.state_dict())
     )
@@ -296,13 +276,13 @@ def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Resul
         for task in tasks_of(config, VALIDATION)
     ]
     results = workers.run(run_validation_job, jobs, learned, about=Job.about)
-    return {job.task.name: judged for job, judged in zip(jobs, results, strict=True)}
+    return {job.task.name: result for job, result in zip(jobs, results, strict=True)}
 
 
 def jobs_left(
     config: TrainConfig, best: TrainedController, done: Collection[tuple[str, str]]
 ) -> list[Job]:
-    """What is left to evaluate, and the policy again if static arms wait for it."""
+    """Jobs that are not done; the policy is repeated if a static arm needs its size."""
     arms, jobs = (LEARNED, *config.evaluation.controllers), []
     for task in tasks_of(config, TEST):
         left = {arm for arm in arms if (task.name, arm) not in done}
@@ -317,12 +297,11 @@ def jobs_left(
 
 
 def _evaluate_test(
-    config: TrainConfig, run: Run, store: Store, trainer: TrainingLoop
+    config: TrainConfig, run: Run, store: Store, loop: TrainingLoop
 ) -> None:
-    """Evaluate the best policy and all other arms on hosts that are new to all.
+    """Evaluate the best policy and all other arms on the test hosts.
 
-    Results are stored arm by arm; a signal ends it. What was evaluated before an
-    interruption is in the store and is not done again.
+    Results are stored arm by arm, so an interrupted evaluation can be continued.
     """
     if config.simulated or not config.evaluation.controllers:
         return
@@ -334,18 +313,18 @@ def _evaluate_test(
     if not jobs:
         return
     text = f"the final evaluation uses the best checkpoint, of round {best.round}"
-    store.add_note_once(trainer.round, TEST, text)
+    store.add_note_once(loop.round, TEST, text)
     for arm, text in notes_on([job.arm for job in jobs], config.world).items():
-        trainer.call("on_message", f"{arm}: {text}")
+        loop.call("on_message", f"{arm}: {text}")
     results = stored_results(
         jobs,
-        trainer.algorithm.workers,
+        loop.algorithm.workers,
         store,
-        round=trainer.round,
-        stop=trainer.interrupted,
+        round=loop.round,
+        stop=loop.interrupted,
         known=done,
     )
     with closing(results):
-        for number, (job, judged) in enumerate(results, start=1):
-            text = f"{job.arm} on {job.task.name}: return {judged.returns.mean():.4f}"
-            trainer.call("on_progress", "judging", number, len(jobs), text)
+        for number, (job, result) in enumerate(results, start=1):
+            text = f"{job.arm} on {job.task.name}: return {result.returns.mean():.4f}"
+            loop.call("on_progress", "evaluating", number, len(jobs), text)
