@@ -127,7 +127,7 @@ def test_a_state_of_other_bits_and_an_end_that_was_not_said_are_caught(copied):
     kept.publish(4, tensors, {})
     found = audited(copied)
     assert not found.same_state
-    assert found.troubles == ["it does not know that it is complete"]
+    assert found.troubles == ["it is not marked as complete"]
 
 
 def test_an_attempt_that_went_back_behind_a_checkpoint_is_caught(copied):

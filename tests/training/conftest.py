@@ -1,4 +1,4 @@
-"""One finished run, which all tests read and none changes."""
+"""One finished run that the tests only read."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tests.training.training_script import ROUNDS, Log, config
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """The folder of a run that nobody disturbed, and what it said."""
+    """The folder of a run without interruptions, and its log."""
     evaluation = EvalConfig(every=3, hosts=3, controllers=("never", "early", "static"))
     own = replace(
         config(tmp_path_factory.mktemp("runs"), "whole"), evaluation=evaluation

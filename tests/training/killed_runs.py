@@ -1,8 +1,8 @@
-"""Runs that are killed, gone on with, and held against one that nobody disturbed.
+"""Runs that are killed and resumed, compared with a run without interruptions.
 
-Every attempt is a fork of one process that has imported and compiled everything, so
-that it costs what the run costs. The child says over a pipe how far it is. It is killed
-with SIGKILL from outside at some second, or kills itself right after some words.
+Every attempt is a fork of one process that has imported and compiled everything. The
+child reports its progress over a pipe. It gets SIGKILL from outside after some seconds,
+or kills itself right after it sent a given line.
 """
 
 import hashlib
@@ -43,11 +43,11 @@ from esper.training.worlds import world_of
 
 HORIZON, ENVS = 4, 2
 CLOCK = "seconds"
-"""The end of the name of what differs from run to run: how long it took."""
+"""End of the names of durations, which differ from run to run."""
 
 
 def small_run(folder, name, rounds=10):
-    """Two real tasks, all that a run has, and about two seconds."""
+    """A run of about two seconds, with two real tasks and all features."""
     return TrainConfig(
         tasks=("teacher", "mnist1d"),
         num_envs=ENVS,
@@ -66,7 +66,7 @@ def small_run(folder, name, rounds=10):
 
 
 def small_ppo(folder, name, rounds=10):
-    """CartPole with memory, all that such a run has, and about a second."""
+    """A PPO run of about a second: CartPole with memory."""
     return PPORunConfig(
         env="CartPole-v1",
         memory="mingru",
@@ -83,7 +83,7 @@ def small_ppo(folder, name, rounds=10):
 
 
 def warm_up():
-    """Import and compile what a run needs; a fork must come from one thread."""
+    """Import and compile what a run needs; forking is safe from one thread only."""
     torch.optim.Adam([torch.zeros(1)])  # imports half of torch
     config = small_run("nowhere", "never")
     for number in range(len(config.tasks)):
@@ -106,7 +106,7 @@ class Life:
 
     @property
     def ready(self):
-        """Seconds until it could go on; None if it did not come so far."""
+        """Seconds until training could start; None if it did not start."""
         return next((float(line[1]) for line in self.said if line[0] == "ready"), None)
 
     @property
@@ -118,19 +118,19 @@ class Life:
 
     @property
     def acknowledged(self):
-        """Rows that it was told are written, by attempt."""
+        """Number of rows that were reported as written, by attempt."""
         return {int(line[1]): int(line[2]) for line in self.said if line[0] == "rows"}
 
 
 def live(config, *, until=None, last_words=None, twin=nullcontext):
-    """Begin or go on with a run, until it ends, a second has come or words were said.
+    """Start or resume a run, until it ends or is killed.
 
     Args:
-        config: Of the run.
+        config: Settings of the run.
         until: Seconds after which it is killed.
-        last_words: What it says, or begins to say, before it kills itself: "ready",
+        last_words: Beginning of the line after which it kills itself: "ready",
             "round 3", "rows 1" (of the first attempt were written), "saved 4".
-        twin: A context in which something is done badly.
+        twin: A context manager that injects a bug.
     """
     hearing, saying = os.pipe()
     began = perf_counter()
@@ -185,7 +185,7 @@ def _live_in_child(config, pipe, began, last_words, twin):
 
 @contextmanager
 def _told(say, began):
-    """Say when an attempt is ready, rows are written, a checkpoint is published."""
+    """Report when training starts, rows are written or a checkpoint is published."""
     begin, flush, publish = Store.begin_attempt, Store.flush, CheckpointFolder.publish
 
     def told_begin(self, *what, **more):
@@ -212,7 +212,7 @@ def _told(say, began):
 
 
 def digest(tensors):
-    """One number for a state, but for how long it took."""
+    """Hash of a state, without durations."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if not name.endswith(CLOCK):
@@ -222,13 +222,13 @@ def digest(tensors):
 
 
 def state_of(path):
-    """Every checkpoint that is kept, by step."""
+    """Hashes of all checkpoints, by step."""
     kept = Run.read(path).checkpoints()
     return {step: digest(kept.load(step).tensors) for step in kept.steps()}
 
 
 def rows_of(path):
-    """All rows that count, in order, but for their names and how long it took."""
+    """Hashes of the valid rows of each table, without row numbers and durations."""
     found = {}
     with closing(sqlite3.connect(path / STORE)) as db:
         for table in TABLES:
@@ -243,30 +243,30 @@ def rows_of(path):
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run is like after its deaths, beside the one that nobody disturbed."""
+    """Comparison of a killed run with a run without interruptions."""
 
     same_state: bool
     same_rows: bool
     acknowledged: int
-    """Rows that were said to be written."""
+    """Rows that were reported as written."""
     lost: int
-    """Of these, rows that are not there."""
+    """Reported rows that are missing."""
     doubled: int
-    """Rows of the same name, and steps that count twice."""
+    """Duplicate row numbers and duplicate steps."""
     missing: int
-    """Holes in the count of rows, and steps that do not count."""
+    """Gaps in the row numbers and missing steps."""
     troubles: list[str] = field(default_factory=list)
-    """What else is wrong, one line each."""
+    """Other problems, one line each."""
 
     @property
     def good(self):
-        """Whether it is the same run."""
+        """Whether both runs are equal."""
         same = self.same_state and self.same_rows
         return same and not (self.lost or self.doubled or self.missing or self.troubles)
 
 
 def audit(path, lives, whole):
-    """Hold a run that lived these lives against the whole one."""
+    """Compare a run that had these attempts with the whole one."""
     run, expected = Run.read(path), 0
     if run.versions["kind"] != KIND:  # PPO writes no row for every step
         config = from_toml(run.config_toml)
@@ -298,7 +298,7 @@ def audit(path, lives, whole):
     troubles += [f"note {kind}: {text}" for kind, text in notes]
     troubles += [f"left over: {left}" for left in unfinished(path / "checkpoints")]
     if run.finished is None:
-        troubles.append("it does not know that it is complete")
+        troubles.append("it is not marked as complete")
     troubles += _went_back(lives, resumed)
     nothing = (0, 0, 0, 0)
     return Audit(
@@ -321,7 +321,7 @@ def audit(path, lives, whole):
 
 
 def _went_back(lives, resumed):
-    """Attempts that went on from before the last checkpoint that was published."""
+    """Attempts that resumed from a checkpoint before the last published one."""
     saved = 0
     for each in lives:
         for attempt in (int(line[2]) for line in each.said if line[0] == "ready"):
@@ -330,17 +330,17 @@ def _went_back(lives, resumed):
         saved = max(saved, each.saved)
 
 
-# What must be caught.
+# Bugs that the audit must find.
 
 
 def forgotten_normaliser():
-    """Saves all but the running statistics of returns."""
+    """Does not save the running statistics of returns."""
     kept = tuple(name for name in PPOAgent.STATE if name != "moments")
     return patch.object(PPOAgent, "STATE", kept)
 
 
 def hasty_store():
-    """Says that rows are written when they are queued."""
+    """Reports rows as written when they are only queued."""
 
     def flush(self, *, durable=True):
         return self._seq + self._waiting
@@ -349,7 +349,7 @@ def hasty_store():
 
 
 def ghostly_store():
-    """Lets rows count that a dead attempt wrote after the checkpoint."""
+    """Keeps rows that a killed attempt wrote after the checkpoint."""
     begin = Store.begin_attempt
 
     def begin_attempt(self, resume_round=None, versions=None):

@@ -14,7 +14,7 @@ from esper.environment.settings import WorldSettings
 from esper.runs.train_config import RECORDINGS, Budget, TrainConfig, preset
 from esper.simic.agent.distribution import evaluate_choices
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.training import pretraining, train
+from esper.training import pretraining
 from esper.training.pretraining import (
     draw_trees,
     fit,
@@ -22,12 +22,7 @@ from esper.training.pretraining import (
     recorded_policy,
     tree_loss,
 )
-from esper.training.recordings import (
-    RecordConfig,
-    record,
-    record_task,
-    world_settings,
-)
+from esper.training.recordings import RecordConfig, record, record_task, world_settings
 from esper.training.train import begin_run
 from esper.training.worlds import mixture_for
 from tests.environment.test_growing import LONG
@@ -153,29 +148,26 @@ def test_trainings_share_the_recordings_of_a_folder(folder, monkeypatch):
     assert not all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_recordings_of_another_end_are_refused_before_a_run_is_made(folder):
-    before = sorted(folder.iterdir())
-    world = replace(preset("family").world, stop="anytime", clock="compute")
-    with pytest.raises(
-        InvalidInputError, match=r"recorded with stop 'end', but world.stop is"
-    ):
-        begin_run(family(folder, world=world))
-    world = replace(preset("family").world, at_once=False)
-    with pytest.raises(InvalidInputError, match=r"world\.at_once"):
-        begin_run(family(folder, world=world))
-    assert sorted(folder.iterdir()) == before
-
-
-def test_recordings_of_another_clock_or_smaller_budgets_are_refused(folder):
-    usual = preset("family").world
-    for changes, words in (
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"stop": "anytime", "clock": "compute"},
+            r"recorded with stop 'end', but world.stop is",
+        ),
+        ({"at_once": False}, r"world\.at_once"),
         ({"clock": "compute"}, "recorded with clock 'batches', but world.clock is"),
         ({"budget": (0.5, 60.0)}, "up to 60, but recordings only cover 31 times"),
-    ):
-        config = family(folder, world=replace(usual, **changes))
+    ],
+)
+def test_recordings_of_another_world_are_refused_before_a_run_is_made(
+    folder, changes, words
+):
+    before = sorted(folder.iterdir())
+    config = family(folder, world=replace(preset("family").world, **changes))
+    starts = [str(folder), RECORDINGS] if "budget" in changes else [str(folder)]
+    for start in starts:
         with pytest.raises(InvalidInputError, match=words) as refused:
-            train._check(config)
+            begin_run(replace(config, start_from=start))
         assert "\n" not in str(refused.value)
-    own = replace(config, start_from=RECORDINGS)
-    with pytest.raises(InvalidInputError, match=r"world\.budget is up to 60"):
-        train._check(own)
+    assert sorted(folder.iterdir()) == before

@@ -1,4 +1,4 @@
-"""A training is the same to the bit whoever plays its worlds, and whoever dies."""
+"""Rollouts are equal to the bit with any workers, also if workers are killed."""
 
 import os
 import signal

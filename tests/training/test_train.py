@@ -181,8 +181,8 @@ def test_time_ends_a_training_and_lowers_the_learning_rate_on_the_way(tmp_path):
     assert loop.done == pytest.approx(0.5)
     assert not loop.over
     rate = loop.play_round().learning_rate
-    share = timed.learner.end_factor
-    assert rate == pytest.approx(timed.learner.ppo.learning_rate * (1 + share) / 2)
+    end = timed.learner.end_factor
+    assert rate == pytest.approx(timed.learner.ppo.learning_rate * (1 + end) / 2)
     loop.seconds = 120.0
     assert (loop.done, loop.over) == (1.0, True)
 

@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-import torch
 
 from esper.cli.resume import report_interruption
 from esper.contracts.errors import EsperWarning, InvalidInputError
@@ -25,6 +24,7 @@ from esper.training.loop import Callback
 from esper.training.recordings import RecordConfig, read_recordings
 from esper.training.train import begin_run, resume_run
 from esper.training.worlds import check_worlds, mixture_for, steps_of, tasks_of
+from tests.training.test_train import assert_equal
 
 SHORT = World(
     horizon=3, decision_every=2, slots=4, blueprints=("widen_8",), rent=(0.001, 0.08)
@@ -62,10 +62,7 @@ def test_a_training_that_was_saved_goes_on_to_the_bit_in_worlds_of_its_own():
     for each in (one, other):
         each.play_round()
         each.play_round()
-    first, second = save(one), save(other)
-    for name in first.keys() - {"seconds"}:
-        same = torch.equal(first[name].nan_to_num(7.5), second[name].nan_to_num(7.5))
-        assert same, name
+    assert_equal(save(one), save(other))
 
 
 def test_validation_families_are_the_same_for_every_run_and_never_trained_on():
@@ -114,14 +111,18 @@ def stored_returns(path, number):
 
 
 class Log(Callback):
-    def __init__(self):
-        self.rounds, self.names = [], []
+    """Rounds and progress of a run; sends a signal at the first part of one."""
+
+    def __init__(self, interrupted=None):
+        self.rounds, self.progress, self.interrupted = [], [], interrupted
 
     def on_round_end(self, loop, record):
         self.rounds.append(record)
 
     def on_progress(self, name, done, total, text):
-        self.names.append(name)
+        self.progress.append((name, done))
+        if (name, done) == (self.interrupted, 1):
+            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(recor
     log = Log()
     result = begin_run(recorded, [log])
     assert len(log.rounds) == 3
-    assert {*log.names} == {"recording", "fitting"}
+    assert {name for name, _ in log.progress} == {"recording", "fitting"}
     for record in log.rounds:
         returns = stored_returns(result.path, record.round)
         assert sum(returns) / len(returns) == pytest.approx(
@@ -154,50 +155,36 @@ def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(recor
     assert facts["recorded_steps"] == 2 * 4 * 3
 
 
-class Interrupted(Callback):
-    """Gets a signal when something is so far."""
-
-    def __init__(self, name):
-        self.name, self.told = name, []
-
-    def on_progress(self, name, done, total, text):
-        self.told.append((name, done))
-        if (name, done) == (self.name, 1):
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize(("when", "kept"), [("recording", 1), ("fitting", 2)])
 def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
     recorded, when, kept, capsys
 ):
     whole = begin_run(replace(recorded, name="whole"), [])
-    result = begin_run(recorded, [Interrupted(when)])
+    result = begin_run(recorded, [Log(when)])
     assert (result.rounds, result.signal) == (0, signal.SIGTERM)
     assert len([*(result.path / "recordings").glob("*.safetensors")]) == kept
     report_interruption(result, "train")
-    said = f"before round 1; {kept} recordings are kept, pretraining will be"
-    assert said in capsys.readouterr().out
+    text = f"before round 1; {kept} recordings are kept, pretraining will be"
+    assert text in capsys.readouterr().out
 
-    log = Interrupted("nothing")
+    log = Log()
     assert resume_run(result.path, [log]).signal is None
-    assert [told for told in log.told if told[0] == "recording"] == [
+    assert [each for each in log.progress if each[0] == "recording"] == [
         ("recording", number) for number in range(kept + 1, 3)
     ]
     states = [Run.read(each.path).checkpoints().latest() for each in (whole, result)]
-    for name in states[0].tensors.keys() - {"seconds"}:
-        one, other = (each.tensors[name].nan_to_num(7.5) for each in states)
-        assert torch.equal(one, other), name
+    assert_equal(*(each.tensors for each in states))
     assert not (result.path / "recordings").exists()
     assert Run.read(result.path).finished == Run.read(whole.path).finished
 
 
 def test_a_recording_of_the_start_that_was_damaged_is_made_again(recorded):
-    result = begin_run(recorded, [Interrupted("fitting")])
+    result = begin_run(recorded, [Log("fitting")])
     (result.path / "recordings" / "000001.safetensors").write_bytes(b"damaged")
-    log = Interrupted("nothing")
+    log = Log()
     with pytest.warns(EsperWarning, match="It is recorded again"):
         assert resume_run(result.path, [log]).signal is None
-    assert log.told[0] == ("recording", 2)
+    assert log.progress[0] == ("recording", 2)
 
 
 def test_recordings_may_be_gone_once_the_policy_was_fitted(recorded, tmp_path):

@@ -19,13 +19,7 @@ from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.state import save
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.progress import Progress, print_line, sparkline
-from esper.runs.records import (
-    ENDLESS,
-    VALIDATION,
-    Results,
-    RoundRecord,
-    mean_return,
-)
+from esper.runs.records import ENDLESS, VALIDATION, Results, RoundRecord, mean_return
 from esper.runs.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -40,12 +34,7 @@ LEARNED: Final = "Tamiyo"
 
 
 class Record(Callback):
-    """Writes rounds, steps, episodes, lifecycle events and evaluations into a store.
-
-    Args:
-        store: The store of the run.
-        tasks: Name of the task of each world.
-    """
+    """Writes rounds, steps, episodes, lifecycle events and evaluations into a store."""
 
     def __init__(self, store: Store, tasks: Sequence[str]) -> None:
         self._store, self._tasks = store, tasks
@@ -72,11 +61,7 @@ class Record(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes the metrics of every round for TensorBoard, by environment steps.
-
-    Args:
-        folder: Argument of `tensorboard --logdir`.
-    """
+    """Writes the metrics of every round for TensorBoard, by environment steps."""
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = str(folder)
@@ -145,9 +130,8 @@ class ConsoleProgress(Callback):
             done: tuple[str, float, float] = ("training", record.round, record.rounds)
             if endless and minutes is not None:
                 done = "training, minutes", round(record.seconds / 60, 1), minutes
-            text = (
-                f"{left}  return {record.mean_return:+.4f} {sparkline(self._returns)}"
-            )
+            line = sparkline(self._returns)
+            text = f"{left}  return {record.mean_return:+.4f} {line}"
             self._progress.update(*done, text)
             return
         due = record.round % max(record.rounds // MAX_LOG_LINES, 1) == 0
@@ -156,9 +140,8 @@ class ConsoleProgress(Callback):
         if due or record.round == 1:
             self._last = record.seconds
             total = "" if endless else f"/{record.rounds}"
-            text = record.headline(
-                relative=loop.algorithm.relative, details=self._details
-            )
+            relative = loop.algorithm.relative
+            text = record.headline(relative=relative, details=self._details)
             self.on_message(f"round {record.round}{total}  {text}  {left}")
 
     def on_close(self) -> None:
@@ -177,12 +160,7 @@ def time_left(record: RoundRecord, minutes: float | None) -> str:
 
 
 class Evaluate(Callback):
-    """Evaluates the policy on the validation hosts at regular intervals.
-
-    Args:
-        every: Rounds between two evaluations.
-        evaluate: Returns the results of a policy.
-    """
+    """Evaluates the policy on the validation hosts every few rounds."""
 
     def __init__(self, every: int, evaluate: Callable[[TamiyoPolicy], Results]) -> None:
         self._every, self._evaluate = every, evaluate
@@ -200,15 +178,9 @@ class Evaluate(Callback):
 
 
 class Checkpoint(Callback):
-    """Saves the loop at regular intervals, after flushing the store.
+    """Flushes the store and saves the loop every few rounds.
 
     If saving fails, it is tried again at the next checkpoint, up to three times.
-
-    Args:
-        store: Made durable before each checkpoint.
-        folder: Folder of the checkpoints.
-        every: Rounds between two checkpoints.
-        facts: Written into each; see `CheckpointFolder.publish`.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ from esper.training.recordings import (
     record_missing,
     recorded_settings,
 )
-from esper.training.worlds import mixture_for, steps_of, task_count, task_of
 from esper.workers.jobs import Workers
 
 FIRST_RECORDED_DRAWING: Final = 1_000_000
@@ -79,6 +78,8 @@ def warm_policy(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Tensor] | None:
     """Weights of a policy that was trained in the simulated world; None if stopped."""
+    from esper.training.worlds import mixture_for, steps_of
+
     own = preset(SIMULATED)
     simulated = replace(
         own,
@@ -143,6 +144,8 @@ def own_recordings(
     Files that are in the folder already are kept. Drawn tasks differ from those that
     the run trains on.
     """
+    from esper.training.worlds import task_count, task_of
+
     with storage(folder, "write"):
         folder.mkdir(exist_ok=True)
     world, count = recorded_settings(config.world), task_count(config)

@@ -34,12 +34,7 @@ from esper.contracts.messages import quoted, short
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Tensors
-from esper.contracts.world import (
-    BlueprintOffers,
-    HostStates,
-    Observation,
-    StepResult,
-)
+from esper.contracts.world import BlueprintOffers, HostStates, Observation, StepResult
 from esper.environment.clock import ENDS, Clock, ClockKind, Stop
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.files import (
@@ -147,12 +142,8 @@ class Recording:
     ) -> Float[Tensor, "env moment"]:
         """Phi before the first decision and after each; the last is the objective.
 
-        The unit is the error, over the stops, of the same host if it never grows.
-
-        Args:
-            rent: Score charged per added multiple of the host.
-            weights: Weights of the moments from the first decision on; None: the
-                clock's.
+        The unit is the error, over the stops, of the same host if it never grows. The
+        weights of the moments are those of the clock if they are None.
         """
         if weights is None:
             weights = self.clock.weights().float()
@@ -421,13 +412,10 @@ _FACTS: Final = TypeAdapter(Facts)
 def _facts(manifest: Manifest | None) -> Facts:
     """The manifest of a recording; refuses other files and other versions."""
     facts = manifest.facts if manifest is not None else {}
-    if "clock" not in facts or "scripts" not in facts:
-        raise InvalidInputError("the file is not a recording. Record it again.")
-    version = facts.get("version")
-    if version != VERSION:
+    if facts.get("version") != VERSION:
         raise InvalidInputError(
-            f"the recording has version {quoted(version)}, this Esper reads {VERSION}. "
-            "Record it again."
+            f"the file is not a recording of version {VERSION}; its version is "
+            f"{quoted(facts.get('version'))}. Record it again."
         )
     try:
         return _FACTS.validate_json(json.dumps(facts))
@@ -467,10 +455,9 @@ def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
     tensors, manifest = read_safetensors(file, partial(_fit, spec))
     assert manifest is not None  # sealed files have one
     facts = _facts(manifest)
-    names = facts.actions["blueprints"]
     limits = {
         "slots.stage": torch.tensor(max(Stage)),
-        "slots.blueprint": torch.tensor(len(names) - 1 if names else -1),
+        "slots.blueprint": torch.tensor(len(facts.actions["blueprints"]) - 1),
         "slots.style": torch.tensor(1),
         "actions": torch.tensor(spec.sizes if spec else 1 << 30) - 1,
     }

@@ -47,13 +47,8 @@ def train_to_end(
 ) -> RunResult:
     """Train to the end; return to a checkpoint whenever training diverges.
 
-    Args:
-        run: The run to train.
-        callbacks: Receive the messages in `first`.
-        first: Messages that are sent before training.
-        attempt: Trains from the newest checkpoint. Its arguments are the received
-            signals, what was not finite in the last attempt, and how many attempts
-            have failed.
+    `attempt` trains from the newest checkpoint. Its arguments are the received signals,
+    what was not finite in the last attempt, and how many attempts have failed.
     """
     for callback in callbacks:
         for text in first:
@@ -87,16 +82,8 @@ def resume_and_train(
 ) -> tuple[int, str | None]:
     """Load a checkpoint, if there is one, and train until the run ends or diverges.
 
-    Args:
-        loop: A new loop with the settings of the run.
-        run: The run to train.
-        store: Its store.
-        checkpoints: Its checkpoints.
-        found: The newest checkpoint, if any.
-        facts: Facts that must be the same as in the checkpoint.
-        failure: What was not finite in the last attempt, if it failed.
-        rollbacks: Number of failed attempts.
-        begin: Called first if there is no checkpoint.
+    Without a checkpoint, `begin` is called first. A checkpoint with other `facts` is
+    refused. `failure` says what was not finite in the last attempt, if it failed.
 
     Returns:
         The round of the checkpoint, and what was not finite.
@@ -139,4 +126,4 @@ def resume_and_train(
     return start, failure
 
 
-train_on = resume_and_train
+train_on = resume_and_train  # the name that `esper.rl.training` imports

@@ -7,7 +7,7 @@ same bits. The key of the random stream has the run, the shard and the round.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -88,15 +88,8 @@ def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     buffer = TamiyoRolloutBuffer.for_policy(policy, world.num_envs, job.steps)
     choices = f"choices, {number}, {job.round}, {job.rollbacks}"
     steps: list[Transition] = []
-    live, stats = collect(
-        policy,
-        world,
-        live,
-        buffer,
-        stream(job.rng_seed, choices),
-        policy_version=0,
-        on_step=steps.append,
-    )
+    generator = stream(job.rng_seed, choices)
+    live, stats = collect(policy, world, live, buffer, generator, on_step=steps.append)
     first = torch.stack([step.observation.episode_start for step in steps])
     episode = shard.episodes + first.cumsum(dim=0)
     kept = None if mixture.redrawn else live
@@ -149,8 +142,8 @@ def rows_of(
     before, after = (
         SlotStates(
             **{
-                name: flat([getattr(each, name) for each in seen])
-                for name in SlotStates.__dataclass_fields__
+                each.name: flat([getattr(slots, each.name) for slots in seen])
+                for each in fields(SlotStates)
             }
         )
         for seen in (

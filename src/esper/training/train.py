@@ -28,14 +28,7 @@ from esper.runs.controllers import (
 )
 from esper.runs.database import open_store
 from esper.runs.records import STATIC, TEST, VALIDATION, Results
-from esper.runs.run import (
-    OWN_RECORDINGS,
-    START,
-    STORE,
-    TRAINING,
-    Run,
-    checkout_commit,
-)
+from esper.runs.run import OWN_RECORDINGS, START, STORE, TRAINING, Run, checkout_commit
 from esper.runs.settings import as_toml
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import RECORDINGS, WARM, TrainConfig, digest, from_toml
@@ -240,18 +233,16 @@ def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
     def report(name: str, done: int, total: int, text: str) -> None:
         loop.call("on_progress", name, done, total, text)
 
-    if config.start_from is None:
-        return
-    if config.start_from == WARM:
-        if config.simulated:
-            return  # the run itself trains there
+    where = config.start_from
+    if where is None or (where == WARM and config.simulated):
+        return  # the warm start of a simulated run is the run itself
+    if where == WARM:
         weights = warm_policy(config, report, loop.interrupted)
     elif _starts_from_recordings(config):
         spec, stop = loop.algorithm.policy.spec, loop.interrupted
         recordings: list[Recording] | None
-        if config.start_from == RECORDINGS:
-            folder = run.path / OWN_RECORDINGS
-            workers = loop.algorithm.workers
+        if where == RECORDINGS:
+            folder, workers = run.path / OWN_RECORDINGS, loop.algorithm.workers
             recordings = own_recordings(config, spec, folder, report, stop, workers)
         else:
             recordings = given_recordings(config, spec)
@@ -261,16 +252,15 @@ def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
         steps = sum(recording.steps for recording in recordings)
         run.write(START, {"recorded_steps": steps})
     else:
-        weights = find_controller(config.start_from, Path(config.runs)).weights
+        weights = find_controller(where, Path(config.runs)).weights
     if weights is not None:
         load(loop.algorithm.policy, weights)
 
 
 def _validate(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
     """Results of the policy on the validation hosts."""
-    learned = TrainedController(
-        LEARNED, config.learner.policy, dict(policy.state_dict())
-    )
+    weights = dict(policy.state_dict())
+    learned = TrainedController(LEARNED, config.learner.policy, weights)
     jobs = [
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)
@@ -316,13 +306,9 @@ def _evaluate_test(
     store.add_note_once(loop.round, TEST, text)
     for arm, text in notes_on([job.arm for job in jobs], config.world).items():
         loop.call("on_message", f"{arm}: {text}")
+    workers, stop = loop.algorithm.workers, loop.interrupted
     results = stored_results(
-        jobs,
-        loop.algorithm.workers,
-        store,
-        round=loop.round,
-        stop=loop.interrupted,
-        known=done,
+        jobs, workers, store, round=loop.round, stop=stop, known=done
     )
     with closing(results):
         for number, (job, result) in enumerate(results, start=1):

@@ -1,18 +1,16 @@
 """Tasks and worlds of a run, made from its settings."""
 
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from esper.contracts.world import VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.runs.streams import STAGE_KEYS, stream_seed
-from esper.runs.train_config import TrainConfig
-from esper.tasks.catalogue import task as find_task
-from esper.tasks.datasets import digits
-from esper.tasks.family import COMPUTE, HORIZONS, drawn_task
 from esper.tasks.task import Task
-from esper.testing.simulated import HORIZON, SimulatedWorld
+
+if TYPE_CHECKING:
+    from esper.runs.train_config import TrainConfig
 
 TRAINING: Final = "training"
 """The stage of the hosts that a policy learns from."""
@@ -20,20 +18,22 @@ HIDDEN_FRACTION: Final = 0.2
 """Fraction of hidden instances in the simulated world."""
 
 
-def mixture_for(config: TrainConfig) -> Mixture:
+def mixture_for(config: "TrainConfig") -> Mixture:
     """The worlds of a run: one per task, or families that change every round."""
     make = partial(world_of, config)
     return Mixture(make, task_count(config), redrawn=config.family)
 
 
-def task_count(config: TrainConfig) -> int:
+def task_count(config: "TrainConfig") -> int:
     """Number of tasks that a run trains on at a time."""
     return config.variants if config.family else len(config.tasks)
 
 
-def world_of(config: TrainConfig, number: int, drawing: int = 0) -> VectorWorld:
+def world_of(config: "TrainConfig", number: int, drawing: int = 0) -> VectorWorld:
     """World `number` of a run; `drawing` is the number of the family, if drawn."""
     if config.simulated:
+        from esper.testing.simulated import SimulatedWorld
+
         seed = stream_seed(config.rng_seed, "world")
         return SimulatedWorld(config.num_envs, seed, hidden_share=HIDDEN_FRACTION)
     task = task_of(config, number, drawing=drawing)
@@ -43,13 +43,16 @@ def world_of(config: TrainConfig, number: int, drawing: int = 0) -> VectorWorld:
 
 
 def task_of(
-    config: TrainConfig, number: int, stage: str = TRAINING, drawing: int = 0
+    config: "TrainConfig", number: int, stage: str = TRAINING, drawing: int = 0
 ) -> Task:
     """Task `number` of a run, in family `drawing` of a stage if tasks are drawn.
 
     Only the families of the training stage depend on the seed of the run, so that runs
     can be compared.
     """
+    from esper.tasks.catalogue import task as find_task
+    from esper.tasks.family import drawn_task
+
     if not config.family:
         return find_task(config.tasks[number])
     seed = config.rng_seed if stage == TRAINING else 0
@@ -58,23 +61,27 @@ def task_of(
 
 
 def tasks_of(
-    config: TrainConfig, stage: str = TRAINING, drawing: int = 0
+    config: "TrainConfig", stage: str = TRAINING, drawing: int = 0
 ) -> list[Task]:
     """All tasks of a run; see `task_of`."""
     count = task_count(config)
     return [task_of(config, number, stage, drawing) for number in range(count)]
 
 
-def check_worlds(config: TrainConfig) -> list[VectorWorld]:
+def check_worlds(config: "TrainConfig") -> list[VectorWorld]:
     """The worlds of a run with one environment each.
 
     Refuses tasks whose data are missing or that cannot be mixed.
     """
     if config.simulated:
+        from esper.testing.simulated import SimulatedWorld
+
         simulated = SimulatedWorld(1, 0, hidden_share=HIDDEN_FRACTION)
         simulated.reset()
         return [simulated]
     if config.family:
+        from esper.tasks.datasets import digits
+
         digits()  # later families need this dataset, even if the first does not
     tasks = tasks_of(config)
     for task in tasks:
@@ -86,13 +93,17 @@ def check_worlds(config: TrainConfig) -> list[VectorWorld]:
     return worlds
 
 
-def steps_of(config: TrainConfig) -> int:
+def steps_of(config: "TrainConfig") -> int:
     """Maximum number of decisions in an episode."""
     if config.simulated:
+        from esper.testing.simulated import HORIZON
+
         return HORIZON
     if config.world.horizon is not None:
         return config.world.horizon
     if config.family:
+        from esper.tasks.family import COMPUTE, HORIZONS
+
         if config.world.clock == "compute":
             return config.world.decisions_within(COMPUTE[1])
         return HORIZONS[1]
