@@ -60,9 +60,10 @@ class ObservationMoments(Stateful):
         """Update shift and scale."""
         deviation = np.sqrt(self.square / max(self.count, 1.0))
         varies = self._columns & (deviation > 1e-8)
-        self.shift = np.where(self._columns, self.mean, 0.0).astype(np.float32)
-        self.scale = 1.0 / np.where(varies, deviation, 1.0)
-        self.scale = self.scale.astype(np.float32)
+        shift, scale = np.where(self._columns, self.mean, 0.0), np.ones_like(deviation)
+        np.divide(1.0, deviation, out=scale, where=varies)
+        self.shift: Array = shift.astype(np.float32)
+        self.scale: Array = scale.astype(np.float32)
 
     def normalize(self, rows: Array) -> Array:
         """Rows in standard deviations from the mean, clipped to `CLIP`."""

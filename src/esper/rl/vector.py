@@ -471,41 +471,40 @@ class Vector:
         episode_start: Array,
         acts: Array,
     ) -> View:
-        masks = self._masks_now(observation, info, acts)
-        where = f" of {self.name} at step {self.steps}"
-        return View(observation, masks, episode_start, acts, where)
+        """Observations with their masks; all is legal where actions are ignored."""
+        where, masks = f"{self.name} at step {self.steps}", None
+        if self._masks is not None:
+            found = self._query_masks(observation, info, acts)
+            try:
+                masks = self.spec.head_masks(found, self.num_envs, acts)
+            except InvalidInputError as error:
+                raise type(error)(f"{where}: {error}") from None
+        elif self._finds_masks and MASK in info and not self.spec.is_continuous:
+            raise InvalidInputError(
+                f"{self.name} gave info['{MASK}'] at step {self.steps}, but none at "
+                "reset. Return one from every reset and step."
+            )
+        return View(observation, masks, episode_start, acts, f" of {where}")
 
-    def _masks_now(
-        self,
-        observation: Any,  # noqa: ANN401
-        info: Mapping[str, Any],
-        acts: Array,
-    ) -> Bool[Tensor, "env *op head choice"] | None:
-        """Masks of the current observations; all legal where actions are ignored."""
-        if self._masks is None:
-            if self._finds_masks and MASK in info and not self.spec.is_continuous:
-                raise InvalidInputError(
-                    f"{self.name} gave info['{MASK}'] at step {self.steps}, but none "
-                    "at reset. Return one from every reset and step."
-                )
-            return None
+    def _query_masks(
+        self, observation: Any, info: Mapping[str, Any], acts: Array
+    ) -> Any:  # noqa: ANN401
+        """Masks as the environments return them."""
         if self._masks == "observation":
-            masks = observation[MASK]
-        elif self._masks == "info":
-            masks, there = info.get(MASK), info.get(f"_{MASK}", acts)
-            if masks is None or (acts & ~np.asarray(there)).any():
-                env = 0 if masks is None else int((acts & ~np.asarray(there)).argmax())
-                raise InvalidInputError(
-                    f"{self.name} gave no info['{MASK}'] in environment {env} at step "
-                    f"{self.steps}. Return one from every reset and step."
-                )
-        else:
-            masks = self._query_masks()
-        try:
-            return self.spec.head_masks(masks, self.num_envs, acts)
-        except InvalidInputError as error:
-            where = f"{self.name} at step {self.steps}"
-            raise type(error)(f"{where}: {error}") from None
+            return observation[MASK]
+        if self._masks == "method":
+            if self._method is None:  # a search through wrappers is slow
+                self._method = self._guarded(MASK_METHOD, self._mask_method)
+            return self._guarded(MASK_METHOD, self._method, limited=True)
+        masks, there = info.get(MASK), np.asarray(info.get(f"_{MASK}", acts))
+        missing = acts & ~there
+        if masks is None or missing.any():
+            env = 0 if masks is None else int(missing.argmax())
+            raise InvalidInputError(
+                f"{self.name} gave no info['{MASK}'] in environment {env} at step "
+                f"{self.steps}. Return one from every reset and step."
+            )
+        return masks
 
     def _mask_source(self, info: Mapping[str, Any]) -> MaskSource | None:
         """Where the environments return masks."""
@@ -524,12 +523,6 @@ class Vector:
         else:
             found = hasattr(self._base, MASK_METHOD)
         return "method" if found else None
-
-    def _query_masks(self) -> Any:  # noqa: ANN401
-        """Masks from `action_masks()`, one per environment."""
-        if self._method is None:  # a search through wrappers is slow
-            self._method = self._guarded(MASK_METHOD, self._mask_method)
-        return self._guarded(MASK_METHOD, self._method, limited=True)
 
     def _mask_method(self) -> Callable[[], Any]:
         """A function that returns the masks of all environments."""
