@@ -121,11 +121,11 @@ class Examination:
     findings: dict[str, Finding] = field(default_factory=dict)
     step: int = 0
 
-    def add(self, kind: str, what: str, advice: str = "") -> None:
-        """Keep the first finding of a kind."""
+    def add(self, kind: str, what: str, advice: str = "", key: str = "") -> None:
+        """Keep the first finding of each kind, or of each key."""
         advice, is_fault = advice or ADVICE[kind], kind not in NOTES
         finding = Finding(self.step, one_line(what), advice, is_fault)
-        self.findings.setdefault(kind, finding)
+        self.findings.setdefault(key or kind, finding)
 
     @property
     def has_faults(self) -> bool:
@@ -219,10 +219,9 @@ def _read_spaces(
     except EsperError as error:
         notes.add("spaces", str(error).rstrip("."))
     else:
-        if names := ", ".join(map(repr, notes.spec.dropped)):
-            notes.add(
-                "text", f"{names} of the observation is text, which PPO leaves out"
-            )
+        for name in notes.spec.dropped:
+            what = f"{name!r} of the observation is text, which PPO leaves out"
+            notes.add("text", what, key=what)
 
 
 @dataclass
@@ -280,8 +279,8 @@ def _play(
 def _reset(
     env: Env[Any, Any], seed: int | None, notes: Examination
 ) -> tuple[Any, dict[str, Any]]:
-    call = partial(env.reset, seed=seed)
-    result: Any = notes.call("reset", f"reset(seed={seed})", call)
+    name = f"reset(seed={seed})"
+    result: Any = notes.call("reset", name, lambda: env.reset(seed=seed))
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], dict):
         what = "reset() did not return an observation and an info dict"
@@ -293,7 +292,7 @@ def _reset(
 
 def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: ANN401
     name = f"step({one_line(str(action), 40)})"
-    result = notes.call("step", name, partial(env.step, action))
+    result = notes.call("step", name, lambda: env.step(action))
     if not isinstance(result, tuple) or len(result) != 5:
         notes.add("step result", "step() did not return five values")
         raise _Broken
@@ -425,14 +424,8 @@ def _check_lengths(
         what = f"terminated and truncated were both True at all {len(episodes)} ends"
         notes.add("flags", what)
         return
-    if (
-        len(episodes) < MIN_EPISODES
-        or len(ended) > 1
-        or not always
-        or limit < MIN_TIME_LIMIT
-    ):
-        return
-    if not _has_clock(episodes):
+    is_fixed = always and len(ended) == 1 and limit >= MIN_TIME_LIMIT
+    if is_fixed and len(episodes) >= MIN_EPISODES and not _has_clock(episodes):
         notes.add(
             "time limit",
             f"all {len(episodes)} episodes terminated after exactly {limit} steps, and "
@@ -546,9 +539,8 @@ def _check_actions(
     if not _matters(env, spec, heads, rng_seed, notes):
         notes.add("action", f"{same} action")
         return
-    if not 1 < len(heads) <= MAX_HEADS:
-        return
-    if _has_mask(env, *_reset(env, rng_seed, notes)):
+    is_tested = 1 < len(heads) <= MAX_HEADS
+    if not is_tested or _has_mask(env, *_reset(env, rng_seed, notes)):
         return
     for head in heads:
         if not _matters(env, spec, [head], rng_seed, notes):
@@ -644,7 +636,7 @@ def _play_vector(
         notes.add("autoreset", "metadata['autoreset_mode'] is missing")
         return
     env.action_space.seed(rng_seed)
-    notes.call("reset", "reset()", partial(env.reset, seed=rng_seed))
+    notes.call("reset", "reset()", lambda: env.reset(seed=rng_seed))
     for step in range(steps):
         notes.step = step
         call = partial(env.step, env.action_space.sample())

@@ -134,16 +134,16 @@ class SpaceSpec:
         space, dropped = without_text(self.observation_space)
         object.__setattr__(self, "observation_space", space)
         object.__setattr__(self, "dropped", tuple(dropped))
-        if not self._seen:
+        if not self._observation_parts:
             raise InvalidInputError(
                 "the observation space is empty: it holds no numbers."
             )
-        for part in self._seen:
+        for part in self._observation_parts:
             _require_observation(part)
-        if not self._acted:
+        if not self._action_parts:
             raise InvalidInputError("the action space is empty.")
-        kinds = {isinstance(part.space, spaces.Box) for part in self._acted}
-        for part in self._acted:
+        kinds = {isinstance(part.space, spaces.Box) for part in self._action_parts}
+        for part in self._action_parts:
             _require_action(part)
         if len(kinds) > 1:
             raise InvalidInputError(
@@ -167,18 +167,18 @@ class SpaceSpec:
             raise InvalidInputError("head_relevance must be True for the first head.")
 
     @cached_property
-    def _seen(self) -> list[Part]:
+    def _observation_parts(self) -> list[Part]:
         parts = parts_of(self.observation_space)
         return [part for part in parts if part.path[:1] != (MASK,)]
 
     @cached_property
-    def _acted(self) -> list[Part]:
+    def _action_parts(self) -> list[Part]:
         return [*parts_of(self.action_space)]
 
     @cached_property
     def is_continuous(self) -> bool:
         """Whether the action is a Box."""
-        return isinstance(self._acted[0].space, spaces.Box)
+        return isinstance(self._action_parts[0].space, spaces.Box)
 
     @property
     def action_dtype(self) -> torch.dtype:
@@ -189,8 +189,10 @@ class SpaceSpec:
     def sizes(self) -> tuple[int, ...]:
         """Choices of each head; 2 in a Box: mean and log standard deviation."""
         if self.is_continuous:
-            return (2,) * sum(prod(part.space.shape or ()) for part in self._acted)
-        return tuple(size for part in self._acted for size in part.sizes)
+            return (2,) * sum(
+                prod(part.space.shape or ()) for part in self._action_parts
+            )
+        return tuple(size for part in self._action_parts for size in part.sizes)
 
     @cached_property
     def width(self) -> int:
@@ -201,12 +203,11 @@ class SpaceSpec:
     def head_names(self) -> tuple[str, ...]:
         """Names of the heads."""
         names = []
-        for part in self._acted:
+        for part in self._action_parts:
             count = len(part.sizes) or prod(part.space.shape or ())
             alone = count == 1 and not isinstance(part.space, spaces.Box)
-            names += (
-                [part.name] if alone else [f"{part.name}.{i}" for i in range(count)]
-            )
+            each = [f"{part.name}.{index}" for index in range(count)]
+            names += [part.name] if alone else each
         return tuple(names)
 
     @cached_property
@@ -222,21 +223,19 @@ class SpaceSpec:
         if columns:
             leaves["vector"] = Leaf((columns,))
         for index, part in enumerate(self._images):
-            shape = part.space.shape
-            assert shape is not None
-            raw = part.space.dtype == np.uint8
-            kind = torch.uint8 if raw else torch.float32
+            shape: Any = part.space.shape
+            kind = torch.uint8 if part.space.dtype == np.uint8 else torch.float32
             shape = shape if _channels_first(shape) else (shape[2], *shape[:2])
             leaves[f"image{index}"] = Leaf(shape, kind)
         return leaves
 
     @cached_property
     def _vector_parts(self) -> list[Part]:
-        return [part for part in self._seen if not part.is_image]
+        return [part for part in self._observation_parts if not part.is_image]
 
     @cached_property
     def _images(self) -> list[Part]:
-        return [part for part in self._seen if part.is_image]
+        return [part for part in self._observation_parts if part.is_image]
 
     @cached_property
     def image_bounds(self) -> Array:
@@ -261,7 +260,7 @@ class SpaceSpec:
     def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
         """Number of observations in a batch; None for a single observation."""
         rows = []
-        for part in self._seen:
+        for part in self._observation_parts:
             own = part.space.shape or ()
             try:
                 shape = np.shape(part.of(observation))
@@ -312,7 +311,7 @@ class SpaceSpec:
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
         """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}
-        for part in self._acted:
+        for part in self._action_parts:
             shape = part.space.shape or ()
             count = len(part.sizes) or prod(shape)
             mine = array[:, at : at + count]
@@ -454,15 +453,15 @@ class SpaceSpec:
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
             return [*masks]
-        lasts = [part.path[-1] for part in self._acted if part.path]
-        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._acted):
+        lasts = [part.path[-1] for part in self._action_parts if part.path]
+        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._action_parts):
             return [masks[name] for name in lasts]
         try:
             if not lasts:  # the action is not a Dict
                 raise LookupError
-            return [part.of(masks) for part in self._acted]
+            return [part.of(masks) for part in self._action_parts]
         except (LookupError, TypeError):
-            names = ", ".join(part.name for part in self._acted)
+            names = ", ".join(part.name for part in self._action_parts)
             raise InvalidInputError(
                 f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."

@@ -487,7 +487,10 @@ class Vector:
         return View(observation, masks, episode_start, acts, f" of {where}")
 
     def _query_masks(
-        self, observation: Any, info: Mapping[str, Any], acts: Array
+        self,
+        observation: Any,  # noqa: ANN401
+        info: Mapping[str, Any],
+        acts: Array,
     ) -> Any:  # noqa: ANN401
         """Masks as the environments return them."""
         if self._masks == "observation":
