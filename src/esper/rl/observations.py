@@ -94,13 +94,10 @@ class ObservationReader(Stateful):
         *,
         learn: bool = False,
     ) -> dict[str, Tensor]:
-        """Features of a batch of observations.
+        """Features of a batch of observations; `learn` updates the statistics.
 
-        Args:
-            observation: An element of the batched observation space.
-            acts: Environments whose next action counts; others are not checked.
-            where: Name and step of the environments, for errors.
-            learn: Update the statistics.
+        Environments whose next action does not count (`acts`) are not checked. Errors
+        contain `where`, the name and step of the environments.
         """
         spec, envs = self._spec, len(acts)
         features = spec.images(observation, envs)

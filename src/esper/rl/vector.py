@@ -273,19 +273,10 @@ def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
 
 
 class Vector:
-    """All environments, stepped together.
+    """All environments, stepped together; the parameters are those of `PPO`.
 
-    Args:
-        source: The id of an environment, a function that makes one, or a vector
-            environment.
-        num_envs: Number of environments to make; unused for a vector environment.
-        vectorization: "sync" (this process), "async" (a process each) or "native" (the
-            vector environment that the id registers).
-        head_relevance: As in `SpaceSpec`.
-        masks: Source of masks: "observation" (a Dict), "info" (`info["action_mask"]`),
-            "method" (`action_masks()`), None (no masks) or "auto" (detected).
-        env_timeout: Time limit of one call in seconds. Environments in this process
-            are interrupted only in the commands of Esper.
+    A vector environment keeps its own `num_envs` and autoreset mode. Environments in
+    this process are interrupted after `env_timeout` only in the commands of Esper.
     """
 
     def __init__(
@@ -325,11 +316,8 @@ class Vector:
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode."
             )
         self.mode = AutoresetMode(mode)
-        self.spec = SpaceSpec(
-            self.env.single_observation_space,
-            self.env.single_action_space,
-            head_relevance,
-        )
+        seen, acted = self.env.single_observation_space, self.env.single_action_space
+        self.spec = SpaceSpec(seen, acted, head_relevance)
         if masks not in (*get_args(MaskSource), None):
             raise InvalidInputError(
                 f"masks must be auto, observation, info, method or None, got {masks!r}."
@@ -361,9 +349,7 @@ class Vector:
     def _step(self, actions: Any) -> VectorStep:  # noqa: ANN401
         observation, rewards, terminated, truncated, info = self._call("step", actions)
         self.steps += 1
-        terminated, truncated = (
-            np.array(x, bool, copy=True) for x in (terminated, truncated)
-        )
+        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
         ended, before, final = terminated | truncated, self._ended, None
         had_future = (truncated & ~terminated).any()
         everyone = np.ones(self.num_envs, bool)
@@ -373,8 +359,7 @@ class Vector:
             view = self._view(observation, info, before, ~ended)
         elif self.mode is AutoresetMode.DISABLED and ended.any():
             final = deepcopy(observation) if had_future else None
-            options = {"reset_mask": ended}
-            observation, fresh = self._call("reset", options=options)
+            observation, fresh = self._call("reset", options={"reset_mask": ended})
             view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
         else:
             if had_future:
@@ -452,14 +437,12 @@ class Vector:
             # `close` would wait for pending calls, or raise their errors.
             kill(self._base)
             if isinstance(error, WaitTimeout):
-                what = f"environment {[*slow, 0][0]} of {self.name}: {call}() at step"
-                what = f"{what} {self.steps}"
+                who = f"environment {[*slow, 0][0]} of {self.name}"
+                what = f"{who}: {call}() at step {self.steps}"
                 return WorkersError(late(what, self._seconds, TIMEOUT_SETTING))
             if lost:
-                which = f" {dead[0]}" if dead else ""
-                return WorkersError(
-                    f"the process of environment{which} of {self.name} died {when}."
-                )
+                who = f"environment {dead[0]}" if dead else "environment"
+                return WorkersError(f"the process of {who} of {self.name} died {when}.")
         who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
         what = _text(error).rstrip(".")
         return InvalidInputError(f"{self.name} {verb} {when}{who}: {what}.")
