@@ -1,4 +1,4 @@
-"""Small environments with everything that can go wrong in a rollout."""
+"""Small environments with masks, several heads and all kinds of episode ends."""
 
 from typing import Any
 
@@ -9,13 +9,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 SIZES = (3, 2, 5)
-"""Of the heads of `Chance`: no two are the same."""
-
+"""Sizes of the heads of `Chance`, all different."""
 STARTS = (0, 3, 5)
 
 
 def legal(observation: np.ndarray) -> np.ndarray:
-    """A mask that is a hash of the observation; the first choices are often illegal."""
+    """A mask that is a hash of the observation; first choices are often illegal."""
     bits = (np.abs(observation).sum() * 1000).astype(np.int64) >> np.arange(10)
     mask = (bits & 1).astype(bool)
     for start, size in zip(STARTS, SIZES, strict=True):
@@ -25,10 +24,10 @@ def legal(observation: np.ndarray) -> np.ndarray:
 
 
 class Chance(gymnasium.Env):
-    """Observations, rewards and ends by chance, whatever is done.
+    """Random observations, rewards and ends, which do not depend on the actions.
 
-    Three heads, a mask that belongs to the observation, episodes that terminate, are
-    truncated, or both. An illegal action raises.
+    It has three heads and a mask that depends on the observation. Episodes terminate,
+    are truncated, or both. An illegal action raises.
     """
 
     action_space = spaces.MultiDiscrete(SIZES)
@@ -58,7 +57,7 @@ class Chance(gymnasium.Env):
     def step(self, action):
         if self.masks != "none":
             fine = legal(self.seen)[np.add(action, STARTS)]
-            if self.head_relevance is not None:  # what is not used may be anything
+            if self.head_relevance is not None:  # unused heads may be illegal
                 fine |= ~np.array(self.head_relevance)[action[0]]
             assert fine.all(), "illegal"
         reward = float(self.np_random.standard_normal())
@@ -68,7 +67,7 @@ class Chance(gymnasium.Env):
 
 
 def table_of(seen):
-    """What is legal with each choice of the first head: each turns the mask around."""
+    """Legal choices given each choice of the first head, which rotates the mask."""
     rows = np.stack([np.roll(legal(seen), op) for op in range(SIZES[0])])
     rows[:, [STARTS[1], STARTS[2]]] = True
     rows[:, :3] = False
@@ -77,7 +76,7 @@ def table_of(seen):
 
 
 class Tabled(Chance):
-    """What is legal for the second and third choice depends on the first."""
+    """Legal choices of the second and third head depend on the first."""
 
     def _show(self):
         observation, _ = super()._show()
@@ -94,7 +93,7 @@ def vector(make, envs: int, mode: AutoresetMode) -> SyncVectorEnv:
 
 
 class Native(VectorEnv):
-    """A vector environment without Gymnasium's own: resets in the same step."""
+    """A vector environment of its own class, with autoreset in the same step."""
 
     def __init__(self, make, envs: int) -> None:
         self.inner = [make() for _ in range(envs)]
@@ -120,22 +119,20 @@ class Native(VectorEnv):
 
     def step(self, actions):
         found = [env.step(a) for env, a in zip(self.inner, actions, strict=True)]
-        shown, rewards, terminated, truncated, infos = map(
-            list, zip(*found, strict=True)
-        )
+        shown, rewards, *ends, infos = map(list, zip(*found, strict=True))
+        terminated, truncated = map(np.array, ends)
         finals = list(shown)
         for i, env in enumerate(self.inner):
             if terminated[i] or truncated[i]:
                 shown[i], infos[i] = env.reset()
         info = self._info(infos)
-        if any(terminated) or any(truncated):
+        if (terminated | truncated).any():
             info["final_obs"] = self._batch(finals)
-        flags = np.array(terminated), np.array(truncated)
-        return self._batch(shown), np.array(rewards), *flags, info
+        return self._batch(shown), np.array(rewards), terminated, truncated, info
 
 
 class Probe(gymnasium.Env):
-    """Base of the probes: one observation of two numbers, a fixed horizon."""
+    """Base class: an observation of two numbers and a fixed horizon."""
 
     observation_space = spaces.Box(-5.0, 5.0, (2,), np.float32)
     action_space: gymnasium.Space = spaces.Discrete(2)
@@ -164,7 +161,7 @@ class Probe(gymnasium.Env):
 
 
 class Late(Probe):
-    """The reward comes at the end of two steps."""
+    """The reward follows the second step."""
 
     horizon = 2
 
@@ -173,14 +170,14 @@ class Late(Probe):
 
 
 class Seen(Probe):
-    """The right action is what is shown."""
+    """The observation contains the right action."""
 
     def reward(self, action):
         return float(action == self.goal)
 
 
 class Remembered(Probe):
-    """The right action is what was shown three steps before."""
+    """The observation three steps earlier contained the right action."""
 
     horizon = 4
 
@@ -193,7 +190,7 @@ class Remembered(Probe):
 
 
 class Masked(Probe):
-    """The best of four actions is forbidden in half of the episodes."""
+    """The best of four actions is illegal in half of the episodes."""
 
     action_space = spaces.Discrete(4)
 
@@ -205,7 +202,7 @@ class Masked(Probe):
 
 
 class Endless(Probe):
-    """One for every step, cut off at random: worth 1 / (1 - gamma)."""
+    """Reward 1 per step, truncated at random: the value is 1 / (1 - gamma)."""
 
     horizon = 10**9
 
@@ -219,7 +216,7 @@ class Endless(Probe):
 
 
 class Aim(Probe):
-    """Say the number that is shown, in units of the space's own."""
+    """A continuous action must hit a target that the observation determines."""
 
     action_space = spaces.Box(-10.0, 30.0, (1,), np.float32)
 
@@ -229,10 +226,10 @@ class Aim(Probe):
 
 
 class Factored(gymnasium.Env):
-    """Choose one of three tools, each with a setting that only it reads.
+    """Choose one of three tools; two of them have a setting of their own.
 
-    The shown number says which tool is needed (0 rests); its setting must be the shown
-    digit. The tool that was used last is worn and may not be used again at once.
+    The observation contains the right tool and the right setting. A tool other than 0
+    is illegal in the step after its use.
     """
 
     observation_space = spaces.Dict(
@@ -265,10 +262,9 @@ class Factored(gymnasium.Env):
     def step(self, action):
         tool = int(action["tool"])
         assert tool == 0 or tool != self.worn, "worn"
-        setting = {0: None, 1: "first", 2: "second"}[tool]
         right = tool == self.need
-        if right and setting is not None:
-            right = int(action[setting]) == self.digit
+        if right and tool:
+            right = int(action["first" if tool == 1 else "second"]) == self.digit
         self.worn, self.time = tool, self.time + 1
         observation, info = self._show()
         return observation, float(right), False, self.time >= 16, info

@@ -1,4 +1,4 @@
-"""Broken environments are diagnosed with the right words, good ones are left alone."""
+"""`examine` finds the faults of broken environments and none in good ones."""
 
 import re
 
@@ -45,7 +45,7 @@ class OldStep(Walk):
 class Raises(Walk):
     def step(self, action):
         if self.time == 3:
-            raise RuntimeError("bad\nluck")
+            raise RuntimeError("bad\nvalue")
         return super().step(action)
 
 
@@ -61,7 +61,7 @@ class ForbidsWrongly(Walk):
 
 
 class OnlyOne(Walk):
-    """Another one cannot be made while this one lives."""
+    """A second one cannot be made before the first one is closed."""
 
     lives = False
 
@@ -75,7 +75,7 @@ class OnlyOne(Walk):
 
 
 class Swallowed(Walk):
-    """A time limit that is called a termination."""
+    """Returns a time limit as a termination."""
 
     def step(self, action):
         observation, reward, _, truncated, info = super().step(action)
@@ -83,23 +83,23 @@ class Swallowed(Walk):
 
 
 class Both(Walk):
-    """Says of every end that it is both."""
+    """Sets both flags at every end."""
 
     def step(self, action):
         observation, reward, terminated, truncated, info = super().step(action)
-        over = terminated or truncated
-        return observation, reward, over, over, info
+        ended = terminated or truncated
+        return observation, reward, ended, ended, info
 
 
 class Idle(Walk):
-    """What is done changes nothing."""
+    """Actions have no effect."""
 
     def step(self, action):
         return super().step(1)
 
 
 class IdleHead(Walk):
-    """The second of two heads changes nothing."""
+    """The second of two heads has no effect."""
 
     action_space = spaces.MultiDiscrete([3, 4])
 
@@ -123,7 +123,7 @@ class Unseeded(Walk):
 
 
 class Leaks(Walk):
-    """Every episode of an environment begins further to the right."""
+    """Every episode of an environment starts further to the right."""
 
     begun = 0
 
@@ -135,7 +135,7 @@ class Leaks(Walk):
 
 
 class Shares(Walk):
-    """What one environment does moves all of them."""
+    """The steps of one environment move all of them."""
 
     wind = [0.0]  # noqa: RUF012
 
@@ -150,7 +150,7 @@ class Shares(Walk):
 
 
 class Counts(Walk):
-    """A count of steps in the class, which no reset sets back."""
+    """Counts steps in the class, also across resets."""
 
     steps = 0
 
@@ -174,7 +174,7 @@ class OneStream(Walk):
 
 
 class UnseededCounter(Unseeded):
-    """A harmless count in the class is not what makes it differ."""
+    """Also has a counter in the class, which has no effect."""
 
     made = 0
 
@@ -189,7 +189,7 @@ class LateShape(Walk):
 
 
 class Loses(Native):
-    """Resets in the same step and forgets where the episode ended."""
+    """Resets in the same step without `final_obs`."""
 
     def step(self, actions):
         *rest, info = super().step(actions)
@@ -197,7 +197,7 @@ class Loses(Native):
         return (*rest, info)
 
 
-def silent():
+def without_mode():
     env = vector(Walk, 2, AutoresetMode.NEXT_STEP)
     del env.metadata["autoreset_mode"]
     return env
@@ -210,19 +210,16 @@ class Endless(Walk):
 
 
 BROKEN = {
-    "reset without info": (
-        OldReset,
-        "reset.. did not return an observation and",
-    ),
+    "reset without info": (OldReset, "reset.. did not return an observation and"),
     "step of four": (OldStep, "step.. did not return five values"),
-    "raises": (Raises, r"step 3: step\(\d\) raised RuntimeError: bad luck"),
+    "raises": (Raises, r"step 3: step\(\d\) raised RuntimeError: bad value"),
     "out of bounds": (
         broken(show=lambda self: np.full(2, 10, np.float32)),
         "step 0: the observation ranges from 10 to 10, outside the bounds",
     ),
     "dtype": (
         broken(show=lambda self: np.zeros(2)),
-        "is of float64, the space",
+        "has the dtype float64, the space",
     ),
     "shape": (LateShape, r"step 4: the observation has the shape \(3,\)"),
     "nan": (
@@ -233,11 +230,11 @@ BROKEN = {
     "text reward": (broken(reward=lambda self: "much"), "the reward is 'much'"),
     "huge reward": (
         broken(reward=lambda self: 1e7),
-        "reward has the size 1e.07",
+        "the largest absolute reward is 1e.07",
     ),
     "tiny reward": (
         broken(reward=lambda self: 1e-7),
-        "reward has the size 1e-07",
+        "the largest absolute reward is 1e-07",
     ),
     "endless": (Endless, "no episode ended in 600 steps"),
     "constant": (
@@ -246,29 +243,29 @@ BROKEN = {
     ),
     "alias": (Alias, "step 0: the observation that was returned before changed"),
     "seed": (Unseeded, "two new environments differ from the same seed"),
-    "leak": (Leaks, "differs from its repetition.*anew in reset"),
-    "counts in the class": (Counts, "changes others, by the class attribute Counts.st"),
-    "a generator in the class": (OneStream, "by the class attribute OneStream.chance"),
+    "leak": (Leaks, "differs from its repetition.*in reset"),
+    "counts in the class": (Counts, "others through the class attribute Counts.st"),
+    "a generator in the class": (OneStream, "the class attribute OneStream.chance"),
     "seed and a count": (UnseededCounter, "two new environments differ from the same"),
     "both flags": (Both, "terminated and truncated were both True at all"),
     "additive mask": (
         masked(lambda self: np.array([0.0, -np.inf, 0.0])),
         "the mask of environment 0 holds -inf",
     ),
-    "shared": (Shares, "differs when another environment is played beside it"),
+    "shared": (Shares, "differs while another environment is stepped"),
     "empty mask": (masked(lambda self: np.zeros(3, bool)), "allows nothing for head"),
     "wide mask": (masked(lambda self: np.ones(4, bool)), r"3 entries.*got \[4\]"),
     "late mask": (
         broken(
             info=lambda self: {} if self.time > 7 else {"action_mask": np.ones(3, bool)}
         ),
-        "step 8: info.'action_mask'. was there at first and is missing now",
+        "step 8: info.'action_mask'. existed at the first reset and is missing now",
     ),
     "mask only after reset": (
         broken(
             info=lambda self: {"action_mask": np.ones(3, bool)} if self.time else {}
         ),
-        "step 1: info.'action_mask'. is there now and was missing at the first reset",
+        "step 1: info.'action_mask'. exists now and was missing at the first reset",
     ),
     "mask method raises": (
         broken(action_masks=lambda self: self.no_such_thing),
@@ -288,7 +285,7 @@ BROKEN = {
         "truncated is 0, a int",
     ),
     "lost observation": (lambda: Loses(Walk, 2), "the last observation is lost"),
-    "silent about resets": (silent, "autoreset_mode'. is missing"),
+    "no autoreset mode": (without_mode, "autoreset_mode'. is missing"),
 }
 GOOD = {
     "walk": Walk,
@@ -321,25 +318,25 @@ NOTED = {
         broken(reward=lambda self: 0.0),
         "the reward was always 0 in 600 steps",
     ),
-    "idle": (Idle, "episodes were the same for 50 steps whatever was done"),
+    "idle": (Idle, "episodes were the same for 50 steps with any action"),
     "idle with masks": (
         type("Masked", (Idle,), {"info": lambda s: {"action_mask": np.ones(3, bool)}}),
-        "episodes were the same for 50 steps whatever was done",
+        "episodes were the same for 50 steps with any action",
     ),
-    "idle head": (IdleHead, r"the same for 50 steps whatever 'action\.1' was"),
+    "idle head": (IdleHead, r"the same for 50 steps with any choice of 'action\.1'"),
     "huge numbers": (
         broken(
             observation_space=spaces.Box(-np.inf, np.inf, (2,), np.float32),
             show=lambda self: np.array([self.place, 3e8 + self.time], np.float32),
         ),
-        r"the observation holds a number of the size 3e\+08",
+        r"the observation has the absolute value 3e\+08",
     ),
 }
-REMARKABLE = ("masks", "MountainCar-v0", "FrozenLake", "Acrobot", "Taxi")
-"""What of the good ones has notes: rewards are rare, or actions do not matter."""
+WITH_NOTES = ("masks", "MountainCar-v0", "FrozenLake", "Acrobot", "Taxi")
+"""Good environments with notes: rewards are rare, or actions have no effect."""
 
 
-def test_twenty_environments_are_broken_and_ten_are_good():
+def test_many_environments_are_examined():
     assert len(BROKEN) >= 20
     assert len(GOOD) >= 10
 
@@ -356,21 +353,21 @@ def test_a_broken_environment_is_diagnosed(name):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_environment_is_left_alone(name):
+def test_a_good_environment_has_no_faults(name):
     findings = examine(GOOD[name], steps=600)
     assert not any(finding.is_fault for finding in findings)
-    assert not findings or name.startswith(REMARKABLE)
+    assert not findings or name.startswith(WITH_NOTES)
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_may_be_meant_is_a_note(name):
+def test_a_possible_problem_is_a_note(name):
     make, words = NOTED[name]
     (finding,) = examine(make, steps=600)
     assert not finding.is_fault
     assert re.search(f"^note, step .*{words}", str(finding))
 
 
-def test_the_command_prints_findings_and_tells_them_by_its_exit_code(capsys):
+def test_the_command_prints_findings_and_sets_its_exit_code(capsys):
     assert main(["doctor", "CartPole-v1", "--steps", "300"]) == 0
     assert "no faults found in 300 steps" in capsys.readouterr().out
     gymnasium.register("esper-test/Alias-v0", Alias)

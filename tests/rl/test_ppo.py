@@ -1164,7 +1164,7 @@ class Forgets(Chance):
 @pytest.mark.parametrize(
     ("whens", "match"),
     [
-        (["reset"] * 3, "at step 1, but none at reset; give one at every"),
+        (["reset"] * 3, "at step 1, but none at reset. Return one from every"),
         (
             ["", "", "later"],
             "gave no info.* in environment 2 at step",

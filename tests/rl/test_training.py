@@ -106,7 +106,7 @@ def test_an_agent_that_cannot_be_judged_is_kept_and_the_run_is_complete(
     told = []
     path = begin_ppo(config, [OnMessage(told)]).path
     del gymnasium.registry["esper-test/Forever-v0"]
-    assert any("not judged: some episode did not end within 20" in t for t in told)
+    assert any("not evaluated: some episode did not end within 20" in t for t in told)
     assert Run.read(path).finished["rounds"] == 2
     assert PPO.load(path / AGENT).rounds == 2
 

@@ -1,15 +1,13 @@
-"""What in an environment will hurt learning, in plain words.
+"""Checks an environment for problems that hurt learning.
 
-`examine` plays an environment with random legal actions and looks at everything that it
-gives. A finding says what was seen, at which step, and what to do. It is a fault, or a
-note where the environment may be meant to be so. Statements about chance compare
-episodes from the same seed:
+`examine` steps an environment with random legal actions and checks every value that it
+returns. It also compares episodes from the same seed and actions:
 
-    two fresh environments differ                the seed does not reproduce
-    not so after class attributes are set back   environments share state
-    the same one differs after it was played     state leaks through reset
-    it differs while another one is played       environments share state
-    it is the same with other actions            actions do not matter
+    two new environments differ                  the seed does not reproduce
+    not so after class attributes are restored   environments share state
+    the same environment differs when repeated   state leaks through reset
+    it differs while another one is stepped      environments share state
+    it is the same with other actions            actions have no effect
 """
 
 import math
@@ -31,43 +29,82 @@ from esper.contracts.errors import EsperError, InvalidInputError, WorkersError
 from esper.contracts.messages import described, one_line, quoted
 from esper.rl.nested import first_of
 from esper.rl.spaces import MASK, Part, SpaceSpec, parts_of, require_sizes
-from esper.rl.vector import METHOD
+from esper.rl.vector import MASK_METHOD
 from esper.workers.deadline import TIMEOUT, timed
 
 Array = NDArray[Any]
 Maker = Callable[[], Any]
-LARGE: Final = 1e4
-SMALL: Final = 1e-4
-"""Largest sizes of rewards that are taken for a matter of taste."""
-SAME: Final = 5
-"""Episodes of the same length that make a time limit probable."""
-SHORT: Final = 10
-"""Steps below which a fixed length is no time limit."""
-MANY: Final = 1_000
-"""Numbers among which no clock is looked for."""
-COMPARED: Final = 50
-"""Steps of an episode that are compared with its repetition."""
+MAX_REWARD: Final = 1e4
+MIN_REWARD: Final = 1e-4
+"""Range of the largest absolute reward."""
+MIN_EPISODES: Final = 5
+"""Episodes of the same length that indicate a time limit."""
+MIN_TIME_LIMIT: Final = 10
+"""Shortest fixed length that is taken for a time limit."""
+MAX_CLOCK_NUMBERS: Final = 1_000
+"""Largest observation that is searched for a clock."""
+COMPARED_STEPS: Final = 50
 TRIALS: Final = 4
-"""Episodes in which an action may matter."""
+"""Episodes that test whether actions have an effect."""
 MAX_HEADS: Final = 8
-"""Heads that are tried one by one."""
-TOGETHER: Final = 3
-"""Episodes that end with both flags before that is a fault."""
-HUGE: Final = 1e6
-"""Numbers of an observation that are larger are noted."""
-OPTION: Final = "--timeout"
+"""Largest number of heads that are tested separately."""
+MIN_BOTH_FLAGS: Final = 3
+"""Episodes that must end with both flags for a fault."""
+MAX_OBSERVATION: Final = 1e6
+TIMEOUT_OPTION: Final = "--timeout"
+ADVICE: Final = {
+    "action": "Actions must change the observation, the reward or the end",
+    "alias": "Return a copy; otherwise stored observations are overwritten",
+    "alone": "Allow several environments at once, or use num_envs=1",
+    "autoreset": "Set it to a gymnasium.vector.AutoresetMode",
+    "bounds": "Clip it, or declare wider bounds",
+    "close": "close() must not raise",
+    "constant": "Return what the agent needs to choose an action",
+    "dtype": "Convert it, or declare the other dtype",
+    "endless": "Set a time limit: gymnasium.make(..., max_episode_steps=1000)",
+    "final": "Return it, or reset in the next step",
+    "flags": "Return terminated at terminal states, truncated at time limits",
+    "huge": "Change its units; float32 loses small differences",
+    "info": "Return a dict",
+    "leak": "Reset all state in reset()",
+    "mask": "Fix the mask",
+    "mask missing": "Return it from every reset and step",
+    "nan": "Return finite numbers",
+    "reset": "Accept the keywords seed and options",
+    "reset result": "Return both, as in Gymnasium since 0.26",
+    "reset_mask": "Accept options['reset_mask']",
+    "reward": "Return one finite number",
+    "reward constant": "PPO needs rewards that differ; if they are rare, more steps",
+    "scale": "Scale rewards so that a good episode returns between 1 and 1000",
+    "seed": "Draw all random numbers from self.np_random",
+    "shape": "Return one fixed shape; pad if necessary",
+    "shared": "Keep state in self, not in the class, the module or a default argument",
+    "space": "Return a member of the space",
+    "spaces": "PPO does not support it",
+    "step": "Accept every action that the space and the mask allow",
+    "step result": "Return observation, reward, terminated, truncated and info",
+    "terminated": "Return a bool",
+    "text": "Encode it as numbers in a wrapper if the agent needs it",
+    "time limit": "For a time limit, return truncated=True and terminated=False, or "
+    "add the remaining time to the observation",
+    "truncated": "Return a bool",
+    "unusable": "Follow Gymnasium's API",
+}
+"""Advice for each kind of finding."""
+NOTES: Final = ("action", "huge", "reward constant", "text", "time limit")
+"""Kinds that are no faults: the environment may be correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that will hurt learning."""
+    """A problem of an environment."""
 
     step: int
-    """Of the examination, from 0."""
+    """Step of the examination, from 0."""
     what: str
     advice: str
     is_fault: bool = True
-    """Whether it must be mended; a note may be meant."""
+    """False for a note: the environment may be correct."""
 
     def __str__(self) -> str:
         level = "" if self.is_fault else "note, "
@@ -76,39 +113,42 @@ class Finding:
 
 @dataclass
 class Examination:
-    """The findings so far; each kind is told once, when first seen."""
+    """The findings so far, one of each kind."""
 
+    timeout: float = TIMEOUT
+    spec: SpaceSpec | None = None
+    """Spaces of the environment; None if PPO does not support them."""
     findings: dict[str, Finding] = field(default_factory=dict)
     step: int = 0
-    timeout: float = TIMEOUT
 
-    def add(self, kind: str, what: str, advice: str, *, is_fault: bool = True) -> None:
-        """Keep the first finding of a kind."""
+    def add(self, kind: str, what: str, advice: str = "", key: str = "") -> None:
+        """Keep the first finding of each kind, or of each key."""
+        advice, is_fault = advice or ADVICE[kind], kind not in NOTES
         finding = Finding(self.step, one_line(what), advice, is_fault)
-        self.findings.setdefault(kind, finding)
+        self.findings.setdefault(key or kind, finding)
 
     @property
     def has_faults(self) -> bool:
-        """Whether something must be mended."""
+        """Whether a finding is a fault."""
         return any(finding.is_fault for finding in self.findings.values())
 
-    def call(self, kind: str, what: str, call: Callable[[], Any], advice: str) -> Any:  # noqa: ANN401
-        """Call the environment; what it raises, and a call that hangs, is a finding."""
+    def call(self, kind: str, what: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Call the environment; an error or a timeout becomes a finding."""
         try:
-            return timed(call, what, self.timeout, OPTION)
+            return timed(call, what, self.timeout, TIMEOUT_OPTION)
         except KeyboardInterrupt:
             raise
         except WorkersError as error:
             hung = f"{what} did not return in {self.timeout:g} s"
-            self.add(kind, hung, f"Let it return, or raise {OPTION}")
+            self.add(kind, hung, f"Fix it, or increase {TIMEOUT_OPTION}")
             raise _Broken from error
         except BaseException as error:  # an environment may raise SystemExit
-            self.add(kind, f"{what} raised {described(error)}", advice)
+            self.add(kind, f"{what} raised {described(error)}")
             raise _Broken from error
 
 
 class _Broken(Exception):  # noqa: N818
-    """The environment cannot be played on."""
+    """The environment cannot be stepped any further."""
 
 
 def examine(
@@ -118,24 +158,21 @@ def examine(
     head_relevance: Sequence[Sequence[bool]] | None = None,
     timeout: float = TIMEOUT,
 ) -> list[Finding]:
-    """Play an environment and say what will hurt learning.
+    """Step an environment with random legal actions and return its problems.
 
     Args:
         source: An id, or a function that makes an environment or vector environment.
-        steps: How long to play.
-        rng_seed: Of resets and random actions.
-        head_relevance: As for `PPO`: which heads a choice of the first one uses.
-        timeout: Seconds that a call of the environment may take, in the command.
+        steps: Number of steps.
+        rng_seed: Random seed of resets and actions.
+        head_relevance: As in `PPO`.
+        timeout: Time limit of one call in seconds; used by `esper doctor` only.
     """
-    table = (
-        None
-        if head_relevance is None
-        else tuple(tuple(map(bool, r)) for r in head_relevance)
-    )
-    make = source if callable(source) else _maker(source)
-    notes, name = Examination(timeout=timeout), one_line(str(source), 80)
+    make = source
+    if not callable(make):
+        make = partial(gymnasium.make, make, disable_env_checker=True)
+    notes, name = Examination(timeout), one_line(str(source), 80)
     try:
-        env = timed(make, f"the constructor of {name}", timeout, OPTION)
+        env = timed(make, f"the constructor of {name}", timeout, TIMEOUT_OPTION)
         if not isinstance(env, VectorEnv):
             require_sizes(env.observation_space)
     except (EsperError, KeyboardInterrupt):
@@ -146,234 +183,186 @@ def examine(
         if isinstance(env, VectorEnv):
             _play_vector(env, steps, rng_seed, notes)
         else:
-            spec = _spaces(env, table, notes)
-            lengths = _play(env, spec, steps, rng_seed, notes)
+            _read_spaces(env, head_relevance, notes)
+            episodes = _play(env, steps, rng_seed, notes)
             limit = env.spec.max_episode_steps if env.spec is not None else None
-            _judge_lengths(lengths, steps, limit, notes)
-            if spec is not None and not notes.has_faults:
-                _compare(make, env, spec, rng_seed, notes)
+            _check_lengths(episodes, steps, limit, notes)
+            if notes.spec is not None and not notes.has_faults:
+                _check_seeding(make, env, notes.spec, rng_seed, notes)
     except _Broken:
         pass
     except (EsperError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        what = f"what the environment gives cannot be examined: {described(error)}"
-        notes.add("unusable", what, "Return what Gymnasium's API says")
+        what = f"the environment returned an unusable value: {described(error)}"
+        notes.add("unusable", what)
     _close(env, notes)
     return sorted(notes.findings.values(), key=lambda finding: finding.step)
 
 
-def _maker(name: str) -> Maker:
-    return lambda: gymnasium.make(name, disable_env_checker=True)
-
-
 def _close(env: Any, notes: Examination) -> None:  # noqa: ANN401
     with suppress(_Broken):
-        notes.call("close", "close()", env.close, "Let close() succeed, also twice")
+        notes.call("close", "close()", env.close)
 
 
-def _spaces(
-    env: Env[Any, Any], table: tuple[tuple[bool, ...], ...] | None, notes: Examination
-) -> SpaceSpec | None:
-    """The spaces as PPO would know them, if it can learn in them."""
+def _read_spaces(
+    env: Env[Any, Any],
+    head_relevance: Sequence[Sequence[bool]] | None,
+    notes: Examination,
+) -> None:
+    """Set `notes.spec` if PPO supports the spaces."""
+    table = None
+    if head_relevance is not None:
+        table = tuple(tuple(map(bool, row)) for row in head_relevance)
     try:
-        spec = SpaceSpec(env.observation_space, env.action_space, table)
-        for name in spec.dropped:
-            notes.add(
-                f"text {name}",
-                f"{name!r} of the observation is text, which PPO leaves out",
-                "Turn it into numbers in a wrapper if the agent needs it",
-                is_fault=False,
-            )
-        return spec
+        notes.spec = SpaceSpec(env.observation_space, env.action_space, table)
     except EsperError as error:
-        notes.add("spaces", str(error).rstrip("."), "PPO cannot learn here as it is")
-        return None
+        notes.add("spaces", str(error).rstrip("."))
+    else:
+        for name in notes.spec.dropped:
+            what = f"{name!r} of the observation is text, which PPO leaves out"
+            notes.add("text", what, key=what)
 
 
 @dataclass
-class _Length:
-    """How an episode ended, and what it showed at each step."""
+class _Episode:
+    """How an episode ended, and the numbers of its observations."""
 
     steps: int
     terminated: bool
     truncated: bool
-    first_numbers: list[Array]
+    numbers: list[Array]
 
 
 def _play(
-    env: Env[Any, Any],
-    spec: SpaceSpec | None,
-    steps: int,
-    rng_seed: int,
-    notes: Examination,
-) -> list[_Length]:
-    """Random legal actions; every value that comes back is looked at."""
+    env: Env[Any, Any], steps: int, rng_seed: int, notes: Examination
+) -> list[_Episode]:
+    """Make random legal steps, check all values and return the whole episodes."""
     env.action_space.seed(rng_seed)
     chance = np.random.default_rng(rng_seed)
-    lengths: list[_Length] = []
+    episodes: list[_Episode] = []
     observation, info = _reset(env, rng_seed, notes)
     shown, first_seen = [_numbers(observation)], deepcopy(observation)
     changed, rewards, masked = False, [], MASK in info
     held, kept = observation, deepcopy(observation)
     for step in range(steps):
         notes.step = step
-        action = _action(env, spec, observation, info, masked, chance, notes)
+        action = _action(env, observation, info, masked, chance, notes)
         observation, reward, terminated, truncated, info = _step(env, action, notes)
         if not _same(held, kept):
-            notes.add(
-                "alias",
-                "the observation that was returned before changed with this step",
-                "Return a copy; all that is stored is overwritten otherwise",
-            )
+            what = "the observation that was returned before changed with this step"
+            notes.add("alias", what)
         held, kept = observation, deepcopy(observation)
         changed = changed or not _same(observation, first_seen)
         rewards.append(_reward(reward, notes))
         shown.append(_numbers(observation))
         if terminated or truncated:
             ends = bool(terminated), bool(truncated)
-            lengths.append(_Length(len(shown) - 1, *ends, shown))
+            episodes.append(_Episode(len(shown) - 1, *ends, shown))
             observation, info = _reset(env, None, notes)
             shown, held = [_numbers(observation)], observation
             kept = deepcopy(observation)
     notes.step = steps
     if not changed:
-        notes.add(
-            "constant",
-            f"the observation never changed in {steps} steps",
-            "Show what the agent needs in order to decide",
-        )
-    # A constant reward other than 0 is a matter of how long an episode takes.
-    durations = {episode.steps for episode in lengths}
+        notes.add("constant", f"the observation never changed in {steps} steps")
+    # With a constant reward other than 0, returns still depend on the length.
+    durations = {episode.steps for episode in episodes}
     if len({*rewards}) == 1 and (rewards[0] == 0.0 or len(durations) < 2):
-        notes.add(
-            "reward constant",
-            f"the reward was always {rewards[0]:g} in {steps} steps, so all returns "
-            "are the same",
-            "Nothing is learnt until rewards differ; if they are rare, play more steps",
-            is_fault=False,
-        )
+        what = f"the reward was always {rewards[0]:g} in {steps} steps"
+        notes.add("reward constant", what)
     largest = max(map(abs, rewards), default=0.0)
-    if largest > LARGE or 0.0 < largest < SMALL:
-        notes.add(
-            "scale",
-            f"the largest reward has the size {largest:.3g}",
-            "Scale rewards so that a good episode returns between 1 and 1000",
-        )
-    return lengths
+    if largest > MAX_REWARD or 0.0 < largest < MIN_REWARD:
+        notes.add("scale", f"the largest absolute reward is {largest:.3g}")
+    return episodes
 
 
 def _reset(
     env: Env[Any, Any], seed: int | None, notes: Examination
 ) -> tuple[Any, dict[str, Any]]:
-    what = "Accept the keywords seed and options, and begin an episode"
-    result: Any = notes.call(
-        "reset", f"reset(seed={seed})", lambda: env.reset(seed=seed), what
-    )
-    fine = isinstance(result, tuple) and len(result) == 2
-    if not fine or not isinstance(result[1], dict):
-        notes.add(
-            "reset",
-            "reset() did not return an observation and an info dict",
-            "Return both, as Gymnasium has it since 0.26",
-        )
+    name = f"reset(seed={seed})"
+    result: Any = notes.call("reset", name, lambda: env.reset(seed=seed))
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[1], dict):
+        what = "reset() did not return an observation and an info dict"
+        notes.add("reset result", what)
         raise _Broken
     _observation(env.observation_space, result[0], notes)
     return result[0], result[1]
 
 
 def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: ANN401
-    what = "An action of the space that the mask allows must be possible"
-    call = f"step({one_line(str(action), 40)})"
-    result = notes.call("step", call, lambda: env.step(action), what)
+    name = f"step({one_line(str(action), 40)})"
+    result = notes.call("step", name, lambda: env.step(action))
     if not isinstance(result, tuple) or len(result) != 5:
-        notes.add(
-            "step",
-            "step() did not return five values",
-            "Return observation, reward, terminated, truncated and info",
-        )
+        notes.add("step result", "step() did not return five values")
         raise _Broken
     for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
         if not isinstance(flag, bool | np.bool_):
-            notes.add(
-                name,
-                f"{name} is {quoted(flag)}, a {type(flag).__name__}",
-                "Return a bool",
-            )
+            notes.add(name, f"{name} is {quoted(flag)}, a {type(flag).__name__}")
     if not isinstance(result[4], dict):
-        notes.add("info", f"info is a {type(result[4]).__name__}", "Return a dict")
+        notes.add("info", f"info is a {type(result[4]).__name__}")
         raise _Broken
     _observation(env.observation_space, result[0], notes)
     return result
 
 
 def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # noqa: ANN401
-    """Refuse what is not in the observation space, and say why."""
+    """Check that an observation is in its space."""
     for part in parts_of(space):
-        where = ".".join(map(str, part.path)) or "the observation"
+        where = part.observation_name
         try:
             inner = part.of(value)
         except (KeyError, IndexError, TypeError) as error:
-            notes.add("space", f"{where} is missing", "Return all that the space has")
+            notes.add("space", f"{where} is missing")
             raise _Broken from error
         problem = _problem(part, inner)
         if problem:
-            kind, what, advice = problem
-            notes.add(kind, f"{where} {what}", advice)
+            kind, what = problem
+            notes.add(kind, f"{where} {what}")
             if kind == "shape":
                 raise _Broken
         elif isinstance(part.space, spaces.Box) and not part.is_image:
             size = np.abs(np.asarray(inner, np.float64)).max(initial=0.0)
-            if size > HUGE:
-                notes.add(
-                    "huge",
-                    f"{where} holds a number of the size {size:.3g}",
-                    "Give it in other units; small differences are lost in float32",
-                    is_fault=False,
-                )
+            if size > MAX_OBSERVATION:
+                notes.add("huge", f"{where} has the absolute value {size:.3g}")
 
 
-def _problem(part: Part, value: Any) -> tuple[str, str, str] | None:  # noqa: ANN401
-    """What is wrong with one part of an observation: kind, words and advice."""
+def _problem(part: Part, value: Any) -> tuple[str, str] | None:  # noqa: ANN401
+    """Kind and description of a problem with a part of an observation."""
     space = part.space
     if not isinstance(space, spaces.Box):
         if space.contains(value):
             return None
-        what = f"is {quoted(value)}, outside {one_line(str(space), 80)}"
-        return "space", what, "Return a member of the space"
+        return "space", f"is {quoted(value)}, outside {one_line(str(space), 80)}"
     array = np.asarray(value)
     if array.shape != space.shape:
-        what = f"has the shape {array.shape}, the space has {space.shape}"
-        return "shape", what, "Shapes must not change; pad if they must"
+        return "shape", f"has the shape {array.shape}, the space has {space.shape}"
     if array.dtype != space.dtype:
-        what = f"is of {array.dtype}, the space of {space.dtype}"
-        return "dtype", what, "Convert it, or declare the other dtype"
+        return "dtype", f"has the dtype {array.dtype}, the space has {space.dtype}"
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return "nan", "holds NaN or infinity", "Find out where it comes from"
+        return "nan", "holds NaN or infinity"
     if not space.contains(array):
         low, high = array.min(), array.max()
         what = f"ranges from {low:.4g} to {high:.4g}, outside the bounds of the space"
-        return "bounds", what, "Clip it, or declare wider bounds"
+        return "bounds", what
     return None
 
 
 def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
-    """A reward as a number; an array of one will do."""
+    """A reward as a number; it may be an array with one element."""
     try:
         number = float(np.asarray(reward, np.float64).reshape(()))
     except (TypeError, ValueError, OverflowError) as error:
-        notes.add("reward", f"the reward is {quoted(reward)}", "Return one number")
+        notes.add("reward", f"the reward is {quoted(reward)}")
         raise _Broken from error
     if not math.isfinite(number):
-        what = f"the reward is {None if reward is None else number}"
-        notes.add("reward", what, "Find out where it comes from")
+        notes.add("reward", f"the reward is {None if reward is None else number}")
         return 0.0
     return number
 
 
 def _action(
     env: Env[Any, Any],
-    spec: SpaceSpec | None,
     observation: Any,  # noqa: ANN401
     info: dict[str, Any],
     masked: bool,
@@ -381,165 +370,127 @@ def _action(
     notes: Examination,
 ) -> Any:  # noqa: ANN401
     """A random action that the mask allows."""
-    mask, where = None, ""
-    space = env.action_space
+    mask, where, spec = None, "", notes.spec
     if isinstance(observation, dict) and MASK in observation:
         mask, where = observation[MASK], f"obs['{MASK}']"
     elif MASK in info:
         mask, where = info[MASK], f"info['{MASK}']"
         if not masked:
-            notes.add(
-                "mask missing",
-                f"info['{MASK}'] is there now and was missing at the first reset",
-                "Give it at every reset and step",
-            )
+            what = f"info['{MASK}'] exists now and was missing at the first reset"
+            notes.add("mask missing", what)
     elif masked:
-        notes.add(
-            "mask missing",
-            f"info['{MASK}'] was there at first and is missing now",
-            "Give it at every reset and step",
-        )
-    elif env.has_wrapper_attr(METHOD):
-        where = f"{METHOD}()"
-        ask = env.get_wrapper_attr(METHOD)
-        mask = notes.call("mask", where, lambda: ask(), "Mend the method")
+        what = f"info['{MASK}'] existed at the first reset and is missing now"
+        notes.add("mask missing", what)
+    elif env.has_wrapper_attr(MASK_METHOD):
+        where = f"{MASK_METHOD}()"
+        mask = notes.call("mask", where, env.get_wrapper_attr(MASK_METHOD))
     if mask is None or spec is None:
-        return space.sample()
+        return env.action_space.sample()
     try:
         rows = spec.head_masks(spec.mask_row(mask)[None], 1)[0].numpy()
     except InvalidInputError as error:
-        notes.add("mask", f"{where}: {str(error).rstrip('.')}", "Mend the mask")
+        notes.add("mask", f"{where}: {str(error).rstrip('.')}")
         raise _Broken from error
     picked = _picked(spec, rows, chance)
-    return first_of(space, spec.to_env(torch.tensor([picked])))
+    return first_of(env.action_space, spec.to_env(torch.tensor([picked])))
 
 
 def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[int]:
     """A legal choice of each head; choice 0 where the op does not use a head."""
-    is_table = rows.ndim == 3
-    first = rows[0, 0] if is_table else rows[0]
-    op = int(chance.choice(np.flatnonzero(first)))
-    later = rows[op, 1:] if is_table else rows[1:]
-    used = (
-        [True] * len(later)
-        if spec.head_relevance is None
-        else spec.head_relevance[op][1:]
-    )
-    picks = zip(later, used, strict=True)
-    return [op, *(int(chance.choice(np.flatnonzero(r))) if u else 0 for r, u in picks)]
+    depends_on_op = rows.ndim == 3
+    op = int(chance.choice(np.flatnonzero(rows[0, 0] if depends_on_op else rows[0])))
+    picked, table = [op], spec.head_relevance
+    for head, row in enumerate(rows[op, 1:] if depends_on_op else rows[1:], 1):
+        is_used = table is None or table[op][head]
+        picked.append(int(chance.choice(np.flatnonzero(row))) if is_used else 0)
+    return picked
 
 
-def _judge_lengths(
-    lengths: Sequence[_Length], steps: int, limited: int | None, notes: Examination
+def _check_lengths(
+    episodes: Sequence[_Episode], steps: int, limited: int | None, notes: Examination
 ) -> None:
-    """Episodes that never end, end with both flags, or always last as long."""
+    """Check for episodes without end, with both flags, or of one fixed length."""
     notes.step = steps
-    if not lengths and limited is not None:
+    if not episodes:
+        if limited is None:
+            notes.add("endless", f"no episode ended in {steps} steps")
         return
-    if not lengths:
-        notes.add(
-            "endless",
-            f"no episode ended in {steps} steps",
-            "Set a time limit: gymnasium.make(..., max_episode_steps=1000)",
-        )
-        return
-    ended = {episode.steps for episode in lengths}
-    always = all(episode.terminated for episode in lengths)
+    ended = {episode.steps for episode in episodes}
+    always = all(episode.terminated for episode in episodes)
     limit = max(ended)
-    # Gymnasium's TimeLimit sets its flag also where an episode ends by itself.
-    both = always and all(episode.truncated for episode in lengths)
-    if both and len(lengths) >= TOGETHER and ended != {limited}:
-        notes.add(
-            "flags",
-            f"terminated and truncated were both True at all {len(lengths)} ends",
-            "Return terminated where the task is over, truncated where time is up",
-        )
+    # Gymnasium's TimeLimit may set its flag together with `terminated`.
+    both = always and all(episode.truncated for episode in episodes)
+    if both and len(episodes) >= MIN_BOTH_FLAGS and ended != {limited}:
+        what = f"terminated and truncated were both True at all {len(episodes)} ends"
+        notes.add("flags", what)
         return
-    if len(lengths) < SAME or len(ended) > 1 or not always or limit < SHORT:
-        return
-    if not _tells_time(lengths):
+    is_fixed = always and len(ended) == 1 and limit >= MIN_TIME_LIMIT
+    if is_fixed and len(episodes) >= MIN_EPISODES and not _has_clock(episodes):
         notes.add(
             "time limit",
-            f"all {len(lengths)} episodes terminated after exactly {limit} steps, and "
+            f"all {len(episodes)} episodes terminated after exactly {limit} steps, and "
             "no number of the observation is a clock",
-            "If that is a time limit, return truncated=True and terminated=False, or "
-            "show the time that is left",
-            is_fault=False,
         )
 
 
-def _tells_time(lengths: Sequence[_Length]) -> bool:
-    """Whether some number of the observation is the same clock in all episodes."""
-    tables = np.stack([np.stack(episode.first_numbers) for episode in lengths])
+def _has_clock(episodes: Sequence[_Episode]) -> bool:
+    """Whether a number of the observation rises or falls equally in all episodes."""
+    tables = np.stack([np.stack(episode.numbers) for episode in episodes])
     same = (tables == tables[:1]).all(axis=0)  # [step, number]
     moves = np.diff(tables[0], axis=0)
     clock = ((moves > 0).all(axis=0) | (moves < 0).all(axis=0)) & same.all(axis=0)
     return bool(clock.any())
 
 
-def _compare(
+def _check_seeding(
     make: Maker,
     played: Env[Any, Any],
     spec: SpaceSpec,
     rng_seed: int,
     notes: Examination,
 ) -> None:
-    """Episodes from the same seed, alone, again, and beside another one."""
+    """Compare episodes from the same seed: new, repeated, and interleaved."""
 
     def another() -> Any:  # noqa: ANN401
-        what = "Let several exist at once: PPO learns in many, envs=1 in one"
-        return notes.call("alone", "the constructor of a second one", make, what)
+        return notes.call("alone", "the constructor of a second one", make)
 
     before = _class_data(played)
     first, second = another(), another()
-    actions = _actions(first, rng_seed)
-    alone = _episode(first, spec, rng_seed, actions, notes)
-    if not _same(alone, _episode(second, spec, rng_seed, actions, notes)):
+    first.action_space.seed(rng_seed + 1)
+    actions = [first.action_space.sample() for _ in range(COMPARED_STEPS)]
+    alone = _episode(first, rng_seed, actions, notes)
+    if not _same(alone, _episode(second, rng_seed, actions, notes)):
         again = another()
-        fresh = _episode(again, spec, rng_seed, actions, notes)
+        fresh = _episode(again, rng_seed, actions, notes)
         _close(again, notes)
         if not _same(alone, fresh):
             names = [f"{owner.__name__}.{n}" for owner, n in _changed(before)]
-            with _set_back(before):
+            with _restored(before):
                 again, _ = another(), another()
-                rewound = _episode(again, spec, rng_seed, actions, notes)
+                rewound = _episode(again, rng_seed, actions, notes)
             if names and _same(alone, rewound):
-                notes.add(
-                    "shared",
-                    "what one environment does changes others, by the class attribute "
-                    f"{', '.join(names)}",
-                    "Keep state in self, not in the class",
-                )
+                what = "one environment changes others through the class attribute"
+                notes.add("shared", f"{what} {', '.join(names)}")
                 return
-            notes.add(
-                "seed",
-                "two new environments differ from the same seed and actions",
-                "Draw all chance from self.np_random, which reset(seed=...) sets",
-            )
+            what = "two new environments differ from the same seed and actions"
+            notes.add("seed", what)
             return
-    if not _same(alone, _episode(first, spec, rng_seed, actions, notes)):
-        notes.add(
-            "leak",
-            "an episode differs from its repetition with the same seed after others "
-            "were played",
-            "Set everything anew in reset()",
-        )
+    if not _same(alone, _episode(first, rng_seed, actions, notes)):
+        what = "an episode differs from its repetition with the same seed"
+        notes.add("leak", what)
         return
-    beside = another()
-    if not _same(alone, _episode(beside, spec, rng_seed, actions, notes, second)):
-        notes.add(
-            "shared",
-            "an episode differs when another environment is played beside it",
-            "Keep state in self, not in the class, the module or a default argument",
-        )
+    third = another()
+    if not _same(alone, _episode(third, rng_seed, actions, notes, second)):
+        what = "an episode differs while another environment is stepped"
+        notes.add("shared", what)
     else:
-        _try_actions(first, spec, rng_seed, notes)
-    for env in (first, second, beside):
+        _check_actions(first, spec, rng_seed, notes)
+    for env in (first, second, third):
         _close(env, notes)
 
 
 def _class_data(env: Any) -> dict[tuple[type, str], Any]:  # noqa: ANN401
-    """Copies of the data that the classes of an environment and its wrappers hold."""
+    """Copies of the class attributes of an environment and its wrappers."""
     layers, found = [env], {}
     while isinstance(layers[-1], gymnasium.Wrapper):
         layers.append(layers[-1].env)
@@ -548,13 +499,13 @@ def _class_data(env: Any) -> dict[tuple[type, str], Any]:  # noqa: ANN401
             continue
         for name, value in vars(owner).items():
             if not name.startswith("__") and not hasattr(value, "__get__"):
-                with suppress(Exception):  # what cannot be copied is left as it is
+                with suppress(Exception):  # some values cannot be copied
                     found[owner, name] = deepcopy(value)
     return found
 
 
 def _changed(before: Mapping[tuple[type, str], Any]) -> list[tuple[type, str]]:
-    """Class attributes of plain types that are no longer as they were."""
+    """Class attributes of plain types that changed."""
     found = []
     for (owner, name), then in before.items():
         now = getattr(owner, name, None)
@@ -567,8 +518,8 @@ def _changed(before: Mapping[tuple[type, str], Any]) -> list[tuple[type, str]]:
 
 
 @contextmanager
-def _set_back(before: Mapping[tuple[type, str], Any]) -> Iterator[None]:
-    """Let classes have their former data for a while."""
+def _restored(before: Mapping[tuple[type, str], Any]) -> Iterator[None]:
+    """Restore earlier class attributes for a while."""
     now = {(owner, name): getattr(owner, name, None) for owner, name in before}
     try:
         for (owner, name), value in before.items():
@@ -579,30 +530,21 @@ def _set_back(before: Mapping[tuple[type, str], Any]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _try_actions(
+def _check_actions(
     env: Env[Any, Any], spec: SpaceSpec, rng_seed: int, notes: Examination
 ) -> None:
-    """Note actions, or heads of actions, that change nothing."""
+    """Note actions, or heads of actions, that have no effect."""
     heads = range(len(spec.sizes))
+    same = f"{TRIALS} episodes were the same for {COMPARED_STEPS} steps with any"
     if not _matters(env, spec, heads, rng_seed, notes):
-        notes.add(
-            "action",
-            f"{TRIALS} episodes were the same for {COMPARED} steps whatever was done",
-            "Let actions change the observation, the reward or the end",
-            is_fault=False,
-        )
+        notes.add("action", f"{same} action")
         return
-    if not 1 < len(heads) <= MAX_HEADS or _has_masks(env, rng_seed, notes):
+    is_tested = 1 < len(heads) <= MAX_HEADS
+    if not is_tested or _has_mask(env, *_reset(env, rng_seed, notes)):
         return
     for head in heads:
         if not _matters(env, spec, [head], rng_seed, notes):
-            notes.add(
-                "action",
-                f"{TRIALS} episodes were the same for {COMPARED} steps whatever "
-                f"{spec.head_names[head]!r} was",
-                "Leave it out, or let it change something",
-                is_fault=False,
-            )
+            notes.add("action", f"{same} choice of {spec.head_names[head]!r}")
 
 
 def _matters(
@@ -616,7 +558,7 @@ def _matters(
     chance = np.random.default_rng(rng_seed)
     top = np.array([2 if spec.is_continuous else size for size in spec.sizes])
     for trial in range(TRIALS):
-        one, other = chance.random((2, COMPARED, len(top))) * top
+        one, other = chance.random((2, COMPARED_STEPS, len(top))) * top
         other = np.where(np.isin(np.arange(len(top)), heads), other, one)
         shown = []
         for picks in (one, other):
@@ -624,140 +566,96 @@ def _matters(
             if not spec.is_continuous:
                 rows = torch.from_numpy(picks).long()
             actions = [first_of(env.action_space, spec.to_env(r[None])) for r in rows]
-            masked_by = trial if picks is one else TRIALS + trial
-            shown.append(
-                _episode(
-                    env, spec, rng_seed + trial, actions, notes, chance_seed=masked_by
-                )
-            )
+            draws = trial if picks is one else TRIALS + trial
+            seed = rng_seed + trial
+            shown.append(_episode(env, seed, actions, notes, chance_seed=draws))
         if not _same(*shown):
             return True
     return False
 
 
-def _has_masks(env: Env[Any, Any], rng_seed: int, notes: Examination) -> bool:
-    observation, info = _reset(env, rng_seed, notes)
-    return MASK in info or env.has_wrapper_attr(METHOD) or _shows_mask(observation)
-
-
-def _actions(env: Env[Any, Any], rng_seed: int) -> list[Any]:
-    env.action_space.seed(rng_seed + 1)
-    return [env.action_space.sample() for _ in range(COMPARED)]
+def _has_mask(env: Env[Any, Any], observation: Any, info: dict[str, Any]) -> bool:  # noqa: ANN401
+    in_observation = isinstance(observation, dict) and MASK in observation
+    return MASK in info or in_observation or env.has_wrapper_attr(MASK_METHOD)
 
 
 def _episode(
     env: Env[Any, Any],
-    spec: SpaceSpec | None,
     rng_seed: int,
     actions: Sequence[Any],
     notes: Examination,
     other: Env[Any, Any] | None = None,
     chance_seed: int | None = None,
 ) -> list[Any]:
-    """What an episode shows.
+    """Everything that one episode returns.
 
-    Args:
-        env: Where.
-        spec: Of its spaces.
-        rng_seed: Of its reset.
-        actions: What is done, where there is no mask.
-        notes: The findings so far.
-        other: An environment that is played between its steps.
-        chance_seed: Of what is done where there is a mask; None: `rng_seed`.
+    `actions` are used in environments without masks; with masks, actions are drawn
+    with `chance_seed` (default: `rng_seed`). `other` is stepped after every step.
     """
     observation, info = _reset(env, rng_seed, notes)
     rows: list[Any] = [deepcopy(observation)]
     masked = MASK in info
-    # Not the space's own: environments of a class may have one space.
+    # The generator of the space may be shared by all environments of a class.
     chance = np.random.default_rng(rng_seed if chance_seed is None else chance_seed)
-    neighbour = None
+    neighbour: Iterator[None] = iter(())
     if other is not None:
-        neighbour = _Neighbour(other, spec, rng_seed + 99, notes)
+        neighbour = _random_steps(other, rng_seed + 99, notes)
+    next(neighbour, None)
     for action in actions:
-        if masked or env.has_wrapper_attr(METHOD) or _shows_mask(observation):
-            action = _action(env, spec, observation, info, masked, chance, notes)
+        if masked or _has_mask(env, observation, info):
+            action = _action(env, observation, info, masked, chance, notes)
         observation, reward, terminated, truncated, info = _step(env, action, notes)
         paid = _reward(reward, notes)
         rows.append((deepcopy(observation), paid, terminated, truncated))
-        if neighbour is not None:
-            neighbour.step()
+        next(neighbour, None)
         if terminated or truncated:
             break
     return rows
 
 
-def _shows_mask(observation: Any) -> bool:  # noqa: ANN401
-    return isinstance(observation, dict) and MASK in observation
-
-
-class _Neighbour:
-    """Another environment, played with random legal actions."""
-
-    def __init__(
-        self,
-        env: Env[Any, Any],
-        spec: SpaceSpec | None,
-        rng_seed: int,
-        notes: Examination,
-    ) -> None:
-        self._env, self._spec, self._notes = env, spec, notes
-        self._chance = np.random.default_rng(rng_seed)
-        self._shown = _reset(env, rng_seed, self._notes)
-
-    def step(self) -> None:
-        """Act once, and begin anew if that was the end."""
-        observation, info = self._shown
-        masked = MASK in info
-        action = _action(
-            self._env, self._spec, observation, info, masked, self._chance, self._notes
-        )
-        observation, _, terminated, truncated, info = _step(
-            self._env, action, self._notes
-        )
-        self._shown = observation, info
+def _random_steps(
+    env: Env[Any, Any], rng_seed: int, notes: Examination
+) -> Iterator[None]:
+    """Reset an environment, then make one random legal step per iteration."""
+    chance = np.random.default_rng(rng_seed)
+    observation, info = _reset(env, rng_seed, notes)
+    while True:
+        yield
+        action = _action(env, observation, info, MASK in info, chance, notes)
+        observation, _, terminated, truncated, info = _step(env, action, notes)
         if terminated or truncated:
-            self._shown = _reset(self._env, None, self._notes)
+            observation, info = _reset(env, None, notes)
 
 
 def _play_vector(
     env: VectorEnv[Any, Any, Any], steps: int, rng_seed: int, notes: Examination
 ) -> None:
-    """A vector environment: how it resets, and where final observations are."""
+    """Check autoreset mode and final observations of a vector environment."""
     mode = env.metadata.get("autoreset_mode")
     if mode is None:
-        notes.add(
-            "autoreset",
-            "metadata['autoreset_mode'] is missing",
-            "Say how it resets, with a gymnasium.vector.AutoresetMode",
-        )
+        notes.add("autoreset", "metadata['autoreset_mode'] is missing")
         return
     env.action_space.seed(rng_seed)
-    notes.call("reset", "reset()", lambda: env.reset(seed=rng_seed), "Begin episodes")
+    notes.call("reset", "reset()", lambda: env.reset(seed=rng_seed))
     for step in range(steps):
         notes.step = step
         call = partial(env.step, env.action_space.sample())
-        _, _, terminated, truncated, info = notes.call(
-            "step", "step()", call, "An action of the space must be possible"
-        )
+        _, _, terminated, truncated, info = notes.call("step", "step()", call)
         ended = np.asarray(terminated) | np.asarray(truncated)
         if not ended.any():
             continue
         if AutoresetMode(mode) is AutoresetMode.DISABLED:
             again = partial(env.reset, options={"reset_mask": ended})
-            notes.call("reset", "reset()", again, "Accept options['reset_mask']")
+            notes.call("reset_mask", "reset()", again)
         elif AutoresetMode(mode) is AutoresetMode.SAME_STEP:
             there = np.asarray(info.get("_final_obs", ended))
             if "final_obs" not in info or (ended & ~there).any():
-                notes.add(
-                    "final",
-                    "an episode ended and info['final_obs'] is missing: the last "
-                    "observation is lost",
-                    "Give it, or reset in the next step",
-                )
+                what = "an episode ended and info['final_obs'] is missing: the last"
+                notes.add("final", f"{what} observation is lost")
 
 
 def _numbers(observation: Any) -> Array:  # noqa: ANN401
-    """All numbers of an observation in a row; of none that is large, like an image."""
+    """The numbers of an observation in one row, without large parts (images)."""
     if isinstance(observation, dict):
         observation = [observation[name] for name in sorted(observation)]
     if isinstance(observation, tuple | list):
@@ -767,11 +665,11 @@ def _numbers(observation: Any) -> Array:  # noqa: ANN401
         numbers = np.asarray(observation, np.float64).reshape(-1)
     except (TypeError, ValueError):
         return np.zeros(0)
-    return numbers if numbers.size <= MANY else np.zeros(0)
+    return numbers if numbers.size <= MAX_CLOCK_NUMBERS else np.zeros(0)
 
 
 def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
-    """Whether two values that environments gave are equal."""
+    """Whether two nested values are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
     if isinstance(one, tuple | list):

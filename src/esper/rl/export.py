@@ -1,15 +1,14 @@
-"""An agent as an ONNX file: one step, with memory and mask as inputs and outputs.
+"""Export of one step of an agent as an ONNX file.
 
-    vector, image0, ...   what is seen, as `SpaceSpec.vector` and `images` encode it
-    state                 memory before the step, zeros at first
+    vector, image0, ...   observation, as `SpaceSpec.vector` and `images` encode it
+    state                 memory before the step, initially zeros
     first                 whether the observation is the first of an episode
-    mask                  what is legal, all heads after each other (choices only)
- -> action                the likeliest choices, or the means of numbers
-    distribution          log-probabilities of all choices, padded; of numbers, mean and
-                          log standard deviation
+    mask                  legal choices of all heads, concatenated (not for a Box)
+ -> action                most likely choices, or means of a Box
+    distribution          padded log-probabilities, or mean and log std of a Box
     value, next_state     V(s), and memory after the step
 
-The batch is free. Statistics that normalise observations are part of the file.
+The batch size is free. The file contains the normalisation of observations.
 """
 
 from pathlib import Path
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Step(nn.Module):
-    """One step of an agent, greedily."""
+    """One greedy step of an agent."""
 
     shift: Tensor
     scale: Tensor
@@ -35,55 +34,49 @@ class Step(nn.Module):
     def __init__(self, agent: "PPO") -> None:
         super().__init__()
         self.policy, self.spec = agent.policy, agent.spec
-        self.names = (*agent.spec.observation, "state", "episode_start")
+        self.names = (*agent.spec.observation, "state", "first")
         if not agent.spec.is_continuous:
             self.names = (*self.names, "mask")
         columns = len(agent.spec.normalised)
         shift, scale = np.zeros(columns, np.float32), np.ones(columns, np.float32)
         self.limit = float("inf")
         if agent.settings.normalize:
-            shift, scale = agent.observations.moments.shift_and_scale()
-            self.limit = CLIP
+            moments = agent.observations.moments
+            shift, scale, self.limit = moments.shift, moments.scale, CLIP
         self.register_buffer("shift", torch.from_numpy(shift))
         self.register_buffer("scale", torch.from_numpy(scale))
 
     def forward(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Action, distribution, value and state."""
         named = dict(zip(self.names, given, strict=True))
-        state, episode_start = named.pop("state"), named.pop("episode_start")
-        mask, rows = named.pop("mask", None), None
+        state, episode_start = named.pop("state"), named.pop("first")
+        mask, masks = named.pop("mask", None), None
         if mask is not None:
             blank = torch.zeros_like(mask[:, :1])
             heads, at = [], 0
             for size in self.spec.sizes:
-                room = blank.expand(-1, self.spec.width - size)
-                heads.append(torch.cat((mask[:, at : at + size], room), dim=1))
+                padding = blank.expand(-1, self.spec.width - size)
+                heads.append(torch.cat((mask[:, at : at + size], padding), dim=1))
                 at += size
-            rows = torch.stack(heads, dim=1)
+            masks = torch.stack(heads, dim=1)
         if "vector" in named:
             vector = (named["vector"] - self.shift) * self.scale
             named["vector"] = vector.clamp(-self.limit, self.limit)
-        decision = self.policy.act(named, rows, episode_start, state, None)
-        return (
-            decision.actions,
-            decision.distribution,
-            decision.values,
-            decision.state,
-        )
+        made = self.policy.act(named, masks, episode_start, state, None)
+        return made.actions, made.distribution, made.values, made.state
 
 
 def export_onnx(agent: "PPO", path: str | Path) -> None:
-    """Write an agent as an ONNX file; see the head of this file for its inputs."""
+    """Write an agent as an ONNX file with the inputs that this module describes."""
     file = Path(path)
     if file.suffix != ".onnx":
         raise InvalidInputError(f"path must end in .onnx, got {str(path)!r}.")
     step = Step(agent).eval()
-    leaves = agent.spec.observation
-    batch = 2
-    example = [torch.zeros(batch, *x.shape, dtype=x.dtype) for x in leaves.values()]
-    example += [agent.policy.initial_state(batch), torch.ones(batch, dtype=torch.bool)]
+    leaves = agent.spec.observation.values()
+    example = [torch.zeros(2, *leaf.shape, dtype=leaf.dtype) for leaf in leaves]
+    example += [agent.policy.initial_state(2), torch.ones(2, dtype=torch.bool)]
     if not agent.spec.is_continuous:
-        example.append(torch.ones(batch, sum(agent.spec.sizes), dtype=torch.bool))
+        example.append(torch.ones(2, sum(agent.spec.sizes), dtype=torch.bool))
     try:
         program = torch.onnx.export(
             step,
@@ -96,7 +89,7 @@ def export_onnx(agent: "PPO", path: str | Path) -> None:
         )
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"ONNX needs {error.name}; pip install 'esper-lite[onnx]'."
+            f"ONNX needs {error.name}. Run pip install 'esper-lite[onnx]'."
         ) from error
     assert program is not None
     program.save(str(file))

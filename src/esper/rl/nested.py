@@ -1,6 +1,9 @@
-"""Spaces that hold other spaces: as plain data, and their values in batches."""
+"""Nested spaces: conversion to plain data and back, and access to their values.
 
-from collections.abc import Mapping, Sequence
+Files come from strangers: `space_of` checks sizes and dtypes before it makes a space.
+"""
+
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, Final
 
@@ -12,21 +15,22 @@ from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import quoted
 
 Array = NDArray[Any]
+Path = tuple[str | int, ...]
 MAX_NUMBERS: Final = 1 << 20
-"""Numbers of an observation, or choices of an action; images are smaller by far."""
+"""Limit of the numbers of an observation and of the choices of an action."""
 DTYPES: Final = frozenset(
     ("bool", *(f"{k}int{b}" for k in ("", "u") for b in (8, 16, 32, 64)))
 ) | {f"float{bits}" for bits in (16, 32, 64)}
-"""Kinds of numbers that a space in a file may have."""
+"""Dtypes that a space in a file may have."""
 
 
 def is_text(space: Space[Any]) -> bool:
-    """Whether it holds text, like MiniGrid's MissionSpace, which is no Text."""
+    """Whether a space holds text; MiniGrid's MissionSpace is not a `Text`."""
     return space.dtype is not None and np.dtype(space.dtype).kind in "US"
 
 
 def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[str]]:
-    """A space without the texts of its Dicts, and what they are called."""
+    """A space without the texts of its Dicts, and the names of these texts."""
     if not isinstance(space, spaces.Dict):
         return space, []
     kept, dropped = [], []
@@ -44,39 +48,28 @@ def space_data(space: Space[Any]) -> dict[str, Any]:
     """A space as plain data."""
     match space:
         case spaces.Dict():
-            # As pairs: files sort the names of mappings, and heads have an order.
+            # Pairs keep the order of heads; files sort the names of mappings.
             pairs = [[name, space_data(part)] for name, part in space.spaces.items()]
             return {"kind": "Dict", "spaces": pairs}
         case spaces.Tuple():
             return {"kind": "Tuple", "spaces": [space_data(p) for p in space.spaces]}
         case spaces.Discrete():
-            n, start = int(space.n), int(space.start)
-            kind = str(space.dtype)
-            return {"kind": "Discrete", "n": n, "start": start, "dtype": kind}
+            values = {"n": int(space.n), "start": int(space.start)}
+            return {"kind": "Discrete", **values, "dtype": str(space.dtype)}
         case spaces.MultiDiscrete():
-            nvec, start = space.nvec.tolist(), space.start.tolist()
-            kind = str(space.dtype)
-            return {
-                "kind": "MultiDiscrete",
-                "nvec": nvec,
-                "start": start,
-                "dtype": kind,
-            }
+            lists = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+            return {"kind": "MultiDiscrete", **lists, "dtype": str(space.dtype)}
         case spaces.MultiBinary():
             return {"kind": "MultiBinary", "n": space.n}
         case spaces.Box():
-            return {
-                "kind": "Box",
-                "low": _constant(space.low),
-                "high": _constant(space.high),
-                "shape": [*space.shape],
-                "dtype": str(space.dtype),
-            }
+            bounds = {"low": _constant(space.low), "high": _constant(space.high)}
+            shape = {"shape": [*space.shape], "dtype": str(space.dtype)}
+            return {"kind": "Box", **bounds, **shape}
     raise InvalidInputError(f"a space of {type(space).__name__} cannot be saved.")
 
 
 def space_of(data: Mapping[str, Any]) -> Space[Any]:
-    """The space that `space_data` wrote; refuses one that takes much memory."""
+    """The space of some plain data; raises if it would take too much memory."""
     if data["kind"] not in ("Dict", "Tuple"):
         _require_size(data)
     match data["kind"]:
@@ -89,11 +82,8 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
             made.dtype = _dtype(data)
             return made
         case "MultiDiscrete":
-            return spaces.MultiDiscrete(
-                np.array(data["nvec"]),
-                dtype=_dtype(data).type,
-                start=np.array(data["start"]),
-            )
+            nvec, start = np.array(data["nvec"]), np.array(data["start"])
+            return spaces.MultiDiscrete(nvec, dtype=_dtype(data).type, start=start)
         case "MultiBinary":
             return spaces.MultiBinary(data["n"])
         case "Box":
@@ -107,14 +97,14 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
 
 
 def _require_size(data: Mapping[str, Any]) -> None:
-    """Refuse a space of a file by its size, before it is made."""
+    """Raise if the size of a space in a file is invalid or too large."""
     sizes = data["shape"] if "shape" in data else data.get("n", 0)
     sizes = sizes if isinstance(sizes, list) else [sizes]
     if any(type(size) is not int or size < 0 for size in sizes):
         raise InvalidInputError(f"a space has the size {quoted(sizes)}.")
     if prod(sizes) > MAX_NUMBERS:
         raise InvalidInputError(
-            f"a space has {quoted(sizes)} numbers, {MAX_NUMBERS:,} are the limit."
+            f"a space has {quoted(sizes)} numbers. The limit is {MAX_NUMBERS:,}."
         )
 
 
@@ -125,26 +115,35 @@ def _dtype(data: Mapping[str, Any]) -> np.dtype[Any]:
 
 
 def _constant(bounds: Array) -> Any:  # noqa: ANN401
-    """One number if all are the same; as text, since JSON has no infinity."""
+    """Bounds as text, since JSON has no infinity; one text if all are equal."""
     texts = bounds.astype(str)
     same = bounds.size and (bounds == bounds.flat[0]).all()
     return str(texts.flat[0]) if same else texts.tolist()
 
 
-def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
-    """A batch of one."""
+def value_at(value: Any, path: Path) -> Any:  # noqa: ANN401
+    """The part of a nested value at a path."""
+    for name in path:
+        value = value[name]
+    return value
+
+
+def from_parts(space: Space[Any], part: Callable[[Path], Any], path: Path = ()) -> Any:  # noqa: ANN401
+    """A value of a nested space; `part` returns the value at each path."""
     if isinstance(space, spaces.Dict):
-        return {n: batch_of_one(s, observation[n]) for n, s in space.spaces.items()}
+        inner = space.spaces.items()
+        return {name: from_parts(s, part, (*path, name)) for name, s in inner}
     if isinstance(space, spaces.Tuple):
-        inner: Sequence[Space[Any]] = space.spaces
-        return tuple(batch_of_one(s, observation[i]) for i, s in enumerate(inner))
-    return np.asarray(observation)[None]
+        each = enumerate(space.spaces)
+        return tuple(from_parts(s, part, (*path, i)) for i, s in each)
+    return part(path)
+
+
+def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
+    """An observation as a batch of one."""
+    return from_parts(space, lambda path: np.asarray(value_at(observation, path))[None])
 
 
 def first_of(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
-    """The action of one environment from a batch of one."""
-    if isinstance(space, spaces.Dict):
-        return {n: first_of(s, actions[n]) for n, s in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(first_of(s, actions[i]) for i, s in enumerate(space.spaces))
-    return actions[0]
+    """The first action of a batch."""
+    return from_parts(space, lambda path: value_at(actions, path)[0])

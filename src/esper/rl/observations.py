@@ -1,4 +1,7 @@
-"""From raw observations to what a policy reads: split, checked and normalised."""
+"""Converts observations to the features of a policy: split, checked and normalised.
+
+NaN and infinity raise an error, since one such number would spoil all weights.
+"""
 
 from typing import Any, Final
 
@@ -13,18 +16,14 @@ from esper.rl.spaces import SpaceSpec
 
 Array = NDArray[Any]
 CLIP: Final = 10.0
-"""Deviations from the mean at which a normalised number is cut."""
+"""Normalised numbers are clipped to this many standard deviations."""
 
 
 class ObservationMoments(Stateful):
-    """Running mean and variance of the columns of a vector, in float64.
-
-    Args:
-        spec: Whose vector it is; columns that are not numbers stay as they are.
-    """
+    """Running mean and variance of the vector in float64; normalises Box columns."""
 
     STATE = ("count", "mean", "square")
-    DERIVED = ("_shift", "_scale", "_waiting")
+    DERIVED = ("shift", "scale", "_pending")
 
     def __init__(self, spec: SpaceSpec) -> None:
         self._columns = spec.normalised
@@ -32,24 +31,22 @@ class ObservationMoments(Stateful):
         self.mean = np.zeros(len(self._columns))
         self.square = np.zeros(len(self._columns))
         """Sum of squared distances from the mean."""
-        self._waiting: list[Array] = []
+        self._pending: list[Array] = []
         self.loaded()
 
     def add(self, rows: Array) -> None:
-        """Count some rows: at once while few were seen, else in `settle`."""
-        self._waiting.append(rows)
-        if len(self._waiting) * len(rows) > self.count:
+        """Add rows: at once while there are few, otherwise in `settle`."""
+        self._pending.append(rows)
+        if len(self._pending) * len(rows) > self.count:
             self.settle()
 
     def settle(self) -> None:
-        """Take rows that wait into the statistics (Chan et al. 1983)."""
-        if not self._waiting:
-            return
-        rows = np.concatenate(self._waiting)
-        self._waiting = []
-        count = len(rows)
+        """Add pending rows to the statistics (Chan et al. 1983)."""
+        pending, self._pending = self._pending, []
+        count = sum(map(len, pending))
         if not count:
             return
+        rows = np.concatenate(pending)
         mean = rows.mean(axis=0, dtype=np.float64)
         square = np.square(rows - mean).sum(axis=0)
         total = self.count + count
@@ -60,29 +57,24 @@ class ObservationMoments(Stateful):
         self.loaded()
 
     def loaded(self) -> None:
-        """Renew shift and scale."""
+        """Update shift and scale."""
         deviation = np.sqrt(self.square / max(self.count, 1.0))
-        known = self._columns & (deviation > 1e-8)
-        self._shift = np.where(self._columns, self.mean, 0.0).astype(np.float32)
-        self._scale = np.where(known, 1.0 / np.where(known, deviation, 1.0), 1.0)
-        self._scale = self._scale.astype(np.float32)
-
-    def shift_and_scale(self) -> tuple[Array, Array]:
-        """What is taken from each column, and what it is multiplied by."""
-        return self._shift, self._scale
+        varies = self._columns & (deviation > 1e-8)
+        shift, scale = np.where(self._columns, self.mean, 0.0), np.ones_like(deviation)
+        np.divide(1.0, deviation, out=scale, where=varies)
+        self.shift: Array = shift.astype(np.float32)
+        self.scale: Array = scale.astype(np.float32)
 
     def normalize(self, rows: Array) -> Array:
-        """Distances from the mean in deviations, at most `CLIP` of them."""
-        centred = (rows - self._shift) * self._scale
+        """Rows in standard deviations from the mean, clipped to `CLIP`."""
+        centred = (rows - self.shift) * self.scale
         return np.clip(centred, -CLIP, CLIP, out=centred)
 
 
 class ObservationReader(Stateful):
-    """Turns observations into features, with running statistics.
+    """Converts observations to features, with running statistics.
 
-    Args:
-        spec: Spaces of the environment.
-        normalize: Whether numbers are normalised. Images are scaled by the policy.
+    `normalize` applies to numbers; the policy scales images.
     """
 
     STATE = ("moments",)
@@ -92,7 +84,7 @@ class ObservationReader(Stateful):
         self._spec, self._normalize = spec, normalize
         self.moments = ObservationMoments(spec)
         self.largest = np.zeros(len(spec.image_bounds))
-        """The largest number seen in each image."""
+        """The largest absolute number in each image so far."""
 
     def read(
         self,
@@ -102,13 +94,10 @@ class ObservationReader(Stateful):
         *,
         learn: bool = False,
     ) -> dict[str, Tensor]:
-        """Features of all environments; refuses NaN and infinity.
+        """Features of a batch of observations; `learn` updates the statistics.
 
-        Args:
-            observation: As the batched observation space has it.
-            acts: Environments whose next action counts; others are not checked.
-            where: Name and step of the environments, for errors.
-            learn: Whether the statistics count what is shown.
+        Environments whose next action does not count (`acts`) are not checked. Errors
+        contain `where`, the name and step of the environments.
         """
         spec, envs = self._spec, len(acts)
         features = spec.images(observation, envs)
@@ -134,5 +123,5 @@ def _require_finite(rows: Array, acts: Array, where: str) -> None:
     if broken.any():
         raise NotFiniteError(
             f"the observation of environment {int(broken.argmax())}{where} holds "
-            "NaN or infinity; clip it there."
+            "NaN or infinity. Return finite numbers."
         )

@@ -1,14 +1,12 @@
-"""From Gymnasium's spaces to tensors: what a policy reads and what it chooses.
+"""Conversion between Gymnasium's spaces and the tensors of a policy.
 
-An observation becomes one vector and any number of images. Vectors, numbers and flags
-are put one after the other; a Discrete is one-hot; a Box of three axes is an image,
-whose channels are its smaller outer axis. The policy divides it by one number. Numbers
-of any other Box can be normalised by running statistics, which are part of what is
-saved; the rest is between 0 and 1 already.
+An observation becomes one vector and any number of images. The vector concatenates
+numbers, flags and one-hot encoded choices. A Box with three axes is an image, whose
+channels are its smaller outer axis.
 
-An action is one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or in
-a Dict or Tuple. A Box is one number per entry, from a normal distribution in which
-[-1, 1] is the range of the space.
+An action has one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or
+in a Dict or Tuple. A Box has one normal distribution per entry, in which [-1, 1] is
+the range of the space. Other spaces raise an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,36 +25,48 @@ from torch import Tensor
 from esper.contracts.errors import InvalidInputError, NoLegalActionError
 from esper.contracts.features import Leaf
 from esper.contracts.messages import quoted
-from esper.rl.nested import MAX_NUMBERS, space_data, space_of, without_text
+from esper.rl.nested import (
+    MAX_NUMBERS,
+    Path,
+    from_parts,
+    space_data,
+    space_of,
+    value_at,
+    without_text,
+)
 
 Array = NDArray[Any]
-Path = tuple[str | int, ...]
 MASK: Final = "action_mask"
-"""The entry of a Dict observation, or of an info, that says what is legal."""
-LARGEST: Final = 10_000
-"""Choices of a Discrete; more are refused, since they are one-hot."""
+"""Key of the mask in a Dict observation or an info."""
+MAX_CHOICES: Final = 10_000
+"""Maximum number of values of a Discrete observation, which is one-hot encoded."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One space without parts, and where it is."""
+    """A space without parts, and its path in the whole space."""
 
     path: Path
     space: Space[Any]
 
     @property
     def name(self) -> str:
-        """The path in words."""
+        """The path as text, for an action."""
         return ".".join(map(str, self.path)) or "action"
 
     @property
+    def observation_name(self) -> str:
+        """The path as text, for an observation."""
+        return self.name if self.path else "the observation"
+
+    @property
     def is_image(self) -> bool:
-        """Whether it has rows, columns and channels."""
+        """Whether the space has rows, columns and channels."""
         return isinstance(self.space, spaces.Box) and len(self.space.shape) == 3
 
     @cached_property
     def largest(self) -> float:
-        """The largest size of a number by the bounds; infinite if there are none."""
+        """The largest absolute bound; infinite without bounds."""
         assert isinstance(self.space, spaces.Box)
         bounds = (self.space.low.astype(float), self.space.high.astype(float))
         bound = float(np.abs(bounds).max())
@@ -64,7 +74,7 @@ class Part:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Choices of each number that is one of some."""
+        """Number of choices of each discrete entry; empty for a Box."""
         match self.space:
             case spaces.Discrete():
                 return (int(self.space.n),)
@@ -76,7 +86,7 @@ class Part:
 
     @cached_property
     def start(self) -> Array:
-        """What the first choices are called."""
+        """The first value of each discrete entry."""
         match self.space:
             case spaces.Discrete():
                 return np.array([self.space.start])
@@ -86,13 +96,11 @@ class Part:
 
     def of(self, value: Any) -> Any:  # noqa: ANN401
         """This part of a value of the whole space."""
-        for name in self.path:
-            value = value[name]
-        return value
+        return value_at(value, self.path)
 
 
 def parts_of(space: Space[Any], path: Path = ()) -> Iterator[Part]:
-    """The spaces of which a space is made up, in order."""
+    """The spaces without parts of a nested space, in order."""
     if isinstance(space, spaces.Dict):
         for name, inner in space.spaces.items():
             yield from parts_of(inner, (*path, name))
@@ -105,13 +113,13 @@ def parts_of(space: Space[Any], path: Path = ()) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class SpaceSpec:
-    """Observations and actions of one environment, as the learner must know them.
+    """Observation and action space of one environment.
 
     Args:
-        observation_space: Of a single environment; texts of a Dict are left out.
-        action_space: Of a single environment.
+        observation_space: Texts of a Dict are left out.
+        action_space: Discrete spaces, nested or not, or Boxes.
         head_relevance: Whether a choice of the first head uses each head,
-            bool [op, head]; None if every head always matters. Given as nested tuples.
+            bool [op, head]; None: all heads are always used.
     """
 
     observation_space: Space[Any]
@@ -119,35 +127,32 @@ class SpaceSpec:
     head_relevance: tuple[tuple[bool, ...], ...] | None = None
     observation_type: type = field(default=dict, init=False)
     dropped: tuple[str, ...] = field(default=(), init=False, compare=False)
-    """Texts that are left out."""
+    """Names of the texts that are left out."""
 
     def __post_init__(self) -> None:
-        """Refuse spaces that cannot be learnt."""
+        """Raise if PPO does not support the spaces."""
         space, dropped = without_text(self.observation_space)
         object.__setattr__(self, "observation_space", space)
         object.__setattr__(self, "dropped", tuple(dropped))
-        if not self._seen:
+        if not self._observation_parts:
             raise InvalidInputError(
                 "the observation space is empty: it holds no numbers."
             )
-        for part in self._seen:
+        for part in self._observation_parts:
             _require_observation(part)
-        if not self._acted:
-            raise InvalidInputError(
-                "the action space is empty; there is nothing to choose."
-            )
-        kinds = {isinstance(part.space, spaces.Box) for part in self._acted}
-        for part in self._acted:
+        if not self._action_parts:
+            raise InvalidInputError("the action space is empty.")
+        kinds = {isinstance(part.space, spaces.Box) for part in self._action_parts}
+        for part in self._action_parts:
             _require_action(part)
         if len(kinds) > 1:
             raise InvalidInputError(
-                "the action space mixes a Box with choices; make the numbers Discrete, "
-                "or the choices numbers."
+                "the action space mixes a Box with discrete spaces. Use one kind only."
             )
         if len(self.sizes) * self.width > MAX_NUMBERS:
             raise InvalidInputError(
                 f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
-                "choices, which is too many; choose in several steps."
+                "choices, which is too many. Split it into several steps."
             )
         if self.head_relevance is None:
             return
@@ -155,39 +160,39 @@ class SpaceSpec:
         table = np.array(self.head_relevance)
         if self.is_continuous or table.shape != shape:
             raise InvalidInputError(
-                f"head_relevance must be [op, head], here {list(shape)}, for an action "
-                f"of choices, got {list(table.shape)}."
+                f"head_relevance must be [op, head], here {list(shape)}, of a discrete "
+                f"action, got {list(table.shape)}."
             )
         if not table[:, 0].all():
-            raise InvalidInputError(
-                "head_relevance must be True for the first head: the op itself."
-            )
+            raise InvalidInputError("head_relevance must be True for the first head.")
 
     @cached_property
-    def _seen(self) -> list[Part]:
+    def _observation_parts(self) -> list[Part]:
         parts = parts_of(self.observation_space)
         return [part for part in parts if part.path[:1] != (MASK,)]
 
     @cached_property
-    def _acted(self) -> list[Part]:
+    def _action_parts(self) -> list[Part]:
         return [*parts_of(self.action_space)]
 
     @cached_property
     def is_continuous(self) -> bool:
-        """Whether an action is numbers, not choices."""
-        return isinstance(self._acted[0].space, spaces.Box)
+        """Whether the action is a Box."""
+        return isinstance(self._action_parts[0].space, spaces.Box)
 
     @property
     def action_dtype(self) -> torch.dtype:
-        """int64 for choices, float32 for numbers."""
+        """int64 for discrete actions, float32 for a Box."""
         return torch.float32 if self.is_continuous else torch.int64
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Choices of each head; of a number, mean and log standard deviation."""
+        """Choices of each head; 2 in a Box: mean and log standard deviation."""
         if self.is_continuous:
-            return (2,) * sum(prod(part.space.shape or ()) for part in self._acted)
-        return tuple(size for part in self._acted for size in part.sizes)
+            return (2,) * sum(
+                prod(part.space.shape or ()) for part in self._action_parts
+            )
+        return tuple(size for part in self._action_parts for size in part.sizes)
 
     @cached_property
     def width(self) -> int:
@@ -196,53 +201,50 @@ class SpaceSpec:
 
     @cached_property
     def head_names(self) -> tuple[str, ...]:
-        """What the heads are called."""
+        """Names of the heads."""
         names = []
-        for part in self._acted:
+        for part in self._action_parts:
             count = len(part.sizes) or prod(part.space.shape or ())
             alone = count == 1 and not isinstance(part.space, spaces.Box)
-            names += (
-                [part.name] if alone else [f"{part.name}.{i}" for i in range(count)]
-            )
+            each = [f"{part.name}.{index}" for index in range(count)]
+            names += [part.name] if alone else each
         return tuple(names)
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "head choice"]:
-        """What is ever legal: all choices of a head, no padding."""
+        """Choices of each head, without padding."""
         return torch.arange(self.width) < torch.tensor(self.sizes)[:, None]
 
     @cached_property
     def observation(self) -> Mapping[str, Leaf]:
-        """The vector and the images, channels first."""
+        """Shapes and dtypes of the vector and the images, channels first."""
         leaves = {}
         columns = sum(_columns(part) for part in self._vector_parts)
         if columns:
             leaves["vector"] = Leaf((columns,))
         for index, part in enumerate(self._images):
-            shape = part.space.shape
-            assert shape is not None
-            raw = part.space.dtype == np.uint8
-            kind = torch.uint8 if raw else torch.float32
+            shape: Any = part.space.shape
+            kind = torch.uint8 if part.space.dtype == np.uint8 else torch.float32
             shape = shape if _channels_first(shape) else (shape[2], *shape[:2])
             leaves[f"image{index}"] = Leaf(shape, kind)
         return leaves
 
     @cached_property
     def _vector_parts(self) -> list[Part]:
-        return [part for part in self._seen if not part.is_image]
+        return [part for part in self._observation_parts if not part.is_image]
 
     @cached_property
     def _images(self) -> list[Part]:
-        return [part for part in self._seen if part.is_image]
+        return [part for part in self._observation_parts if part.is_image]
 
     @cached_property
     def image_bounds(self) -> Array:
-        """The largest size of a number in each image; infinite without bounds."""
+        """The largest absolute bound of each image; infinite without bounds."""
         return np.array([part.largest for part in self._images])
 
     @cached_property
     def normalised(self) -> Array:
-        """Which columns of the vector are numbers to be normalised."""
+        """Which columns of the vector can be normalised: those of a Box."""
         kinds = [
             np.full(_columns(part), isinstance(part.space, spaces.Box))
             for part in self._vector_parts
@@ -251,14 +253,14 @@ class SpaceSpec:
 
     @cached_property
     def has_mask(self) -> bool:
-        """Whether a Dict observation has an entry that says what is legal."""
+        """Whether a Dict observation contains a mask."""
         space = self.observation_space
         return isinstance(space, spaces.Dict) and MASK in space.spaces
 
     def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
-        """Rows of a batch of observations; None if it is one observation."""
+        """Number of observations in a batch; None for a single observation."""
         rows = []
-        for part in self._seen:
+        for part in self._observation_parts:
             own = part.space.shape or ()
             try:
                 shape = np.shape(part.of(observation))
@@ -267,50 +269,49 @@ class SpaceSpec:
                     f"the observation has no {part.name}."
                 ) from None
             if shape != own and (shape[1:] != own or not shape[0]):
-                what = part.name if part.path else "the observation"
                 several = ", ".join(map(str, ("n", *own))) + ("" if own else ",")
                 raise InvalidInputError(
-                    f"{what} must have the shape {own}, or ({several}) for n "
-                    f"observations, got {tuple(shape)}."
+                    f"{part.observation_name} must have the shape {own}, or "
+                    f"({several}) for n observations, got {tuple(shape)}."
                 )
             rows.append(None if shape == own else shape[0])
         if len({*rows}) > 1:
             raise InvalidInputError(
-                "the observation mixes one observation with several."
+                "some parts of the observation are batched and others are not."
             )
         return rows[0]
 
     def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
-        """All vectors, numbers, flags and one-hot choices as `[env, column]`."""
+        """Numbers, flags and one-hot encoded choices as `[env, column]`."""
         columns = [
             _encoded(part, part.of(observations), envs) for part in self._vector_parts
         ]
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
-        """Images by name, channels first, in the numbers of their spaces."""
+        """Images by name, channels first and not scaled."""
         found = {}
         for index, part in enumerate(self._images):
             array = _checked(part, np.asarray(part.of(observations)), envs)
             if not _channels_first(array.shape[1:]):
                 array = np.moveaxis(array, 3, 1)
             kind = np.uint8 if part.space.dtype == np.uint8 else np.float32
-            # Copied: its buffer may be used again.
+            # Copied, since the environment may reuse its buffer.
             with np.errstate(invalid="ignore"):
                 copied = np.array(array, kind, order="C")
             if kind is np.uint8 and array.dtype != np.uint8 and (copied != array).any():
                 wrong = array[copied != array].flat[0]
-                what = part.name if part.path else "the observation"
                 raise InvalidInputError(
-                    f"{what} holds {wrong:g}; give whole numbers 0..255."
+                    f"{part.observation_name} holds {wrong:g}. Return integers from 0 "
+                    "to 255."
                 )
             found[f"image{index}"] = torch.from_numpy(copied)
         return found
 
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
-        """Actions `[env, head]` as the batched action space has them."""
+        """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}
-        for part in self._acted:
+        for part in self._action_parts:
             shape = part.space.shape or ()
             count = len(part.sizes) or prod(shape)
             mine = array[:, at : at + count]
@@ -322,7 +323,7 @@ class SpaceSpec:
             values[part.path] = mine.reshape(len(array), *shape).astype(
                 part.space.dtype, copy=False
             )
-        return _assembled(self.action_space, values)
+        return from_parts(self.action_space, values.__getitem__)
 
     def head_masks(
         self,
@@ -330,24 +331,21 @@ class SpaceSpec:
         envs: int,
         needed: Array | None = None,
     ) -> Bool[Tensor, "env *op head choice"]:
-        """What each head may choose, from masks of all environments.
+        """Legal choices of each head, padded to the width of the largest head.
 
         Args:
-            masks: Rows `[env, choices of all heads after each other]`, or padded rows
-                `[env, head, choice]`, or one array `[env, choice]` per head, as a
-                tuple or, by the names of a Dict of actions, as a dict. Or tables
-                `[env, choices of the first head, choices of all heads]`: what is legal
-                with each choice of the first head; that choice itself is legal where
-                its own entry in its row is. They are returned as tables too. A list
-                or tuple of anything else has one mask, as in `mask_row`, per
-                environment. Every entry is 0 or 1, or a bool.
-            envs: How many environments there are.
-            needed: Whose masks matter; elsewhere everything is legal. None: all.
+            masks: 0 or 1, or bool, in one of these forms. `[env, choices of all
+                heads]`; `[env, head, choice]`, padded; one `[env, choice]` per head,
+                as a tuple or as a dict; one mask as in `mask_row` per environment, as
+                a list or tuple. Or `[env, op, choices of all heads]`: legal choices
+                given each choice of the first head, whose own legality is the entry
+                of that choice in its row.
+            envs: Number of environments.
+            needed: Environments whose masks are used; all choices are legal in the
+                others. None: all.
         """
         if self.is_continuous:
-            raise InvalidInputError(
-                "masks are for choices; this action is numbers of a Box."
-            )
+            raise InvalidInputError("a Box has no action masks. Use masks=None.")
         flat = self._stacked(masks, envs, needed)
         if flat.shape[:1] != (envs,):
             count = len(flat) if flat.ndim else 0
@@ -367,25 +365,29 @@ class SpaceSpec:
             rows = flat & self.allowed.numpy()
         else:
             raise InvalidInputError(
-                f"an action mask must have {total} entries, all heads after each "
-                f"other, or be {list(shape)}, or a table "
-                f"{[self.sizes[0], total]}; got {list(flat.shape[1:])}."
+                f"an action mask must have {total} entries, or the shape {list(shape)} "
+                f"or {[self.sizes[0], total]}, got {list(flat.shape[1:])}."
             )
         if needed is not None and not needed.all():
             rows[~needed] = self.allowed.numpy()
         possible = rows.any(axis=2)
         if not possible.all():
             env, head = (int(index) for index in np.argwhere(~possible)[0])
-            raise NoLegalActionError(
-                f"the mask of environment {env} allows nothing for head "
-                f"{self.head_names[head]!r}; let it allow one choice at least."
-            )
+            raise self._nothing_legal(env, head)
         return torch.from_numpy(rows)
+
+    def _nothing_legal(
+        self, env: int, head: int, given: str = ""
+    ) -> NoLegalActionError:
+        return NoLegalActionError(
+            f"the mask of environment {env} allows nothing for head "
+            f"{self.head_names[head]!r}{given}. Allow at least one choice."
+        )
 
     def _tables(
         self, flat: Array, needed: Array | None
     ) -> Bool[Tensor, "env op head choice"]:
-        """Rows of all heads for each choice of the first one."""
+        """Legal choices of all heads given each choice of the first one."""
         envs, ops = flat.shape[:2]
         rows = np.zeros((envs, ops, len(self.sizes), self.width), bool)
         rows[:, :, self.allowed.numpy()] = flat
@@ -401,10 +403,7 @@ class SpaceSpec:
         if stuck.any():
             env, op, head = (int(index) for index in np.argwhere(stuck)[0])
             given = f" with choice {op} of {self.head_names[0]!r}" if head else ""
-            raise NoLegalActionError(
-                f"the mask of environment {env} allows nothing for head "
-                f"{self.head_names[head]!r}{given}; let it allow one choice at least."
-            )
+            raise self._nothing_legal(env, head, given)
         return torch.from_numpy(rows)
 
     def mask_row(self, mask: Any) -> Array:  # noqa: ANN401
@@ -427,7 +426,7 @@ class SpaceSpec:
         return self._one_array(masks, needed)
 
     def _one_array(self, masks: Any, needed: Array | None) -> Array:  # noqa: ANN401
-        """Masks of which there may be one object for each environment."""
+        """Masks as one array; they may be one object per environment."""
         objects = isinstance(masks, np.ndarray) and masks.dtype == object
         if not isinstance(masks, list | tuple) and not (objects and masks.ndim == 1):
             return np.asarray(masks)
@@ -436,7 +435,7 @@ class SpaceSpec:
         for env, mask in enumerate(masks):
             if mask is None and (needed is None or needed[env]):
                 raise InvalidInputError(
-                    f"the mask of environment {env} is None; give one."
+                    f"the mask of environment {env} is None. Return a mask."
                 )
         each = [None if m is None else self.mask_row(m) for m in masks]
         known = next((m for m in each if m is not None), self.allowed.numpy())
@@ -444,7 +443,7 @@ class SpaceSpec:
         return np.stack([full if m is None else m for m in each])
 
     def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
-        """Whether this is one array `[env, choice]` for each head."""
+        """Whether the masks are one array `[env, choice]` per head."""
         if not isinstance(masks, tuple):
             return False
         arrays = [x for x in masks if isinstance(x, np.ndarray) and x.ndim == 2]
@@ -454,22 +453,22 @@ class SpaceSpec:
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
             return [*masks]
-        lasts = [part.path[-1] for part in self._acted if part.path]
-        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._acted):
+        lasts = [part.path[-1] for part in self._action_parts if part.path]
+        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._action_parts):
             return [masks[name] for name in lasts]
         try:
-            if not lasts:  # the action is no Dict
+            if not lasts:  # the action is not a Dict
                 raise LookupError
-            return [part.of(masks) for part in self._acted]
+            return [part.of(masks) for part in self._action_parts]
         except (LookupError, TypeError):
-            names = ", ".join(part.name for part in self._acted)
+            names = ", ".join(part.name for part in self._action_parts)
             raise InvalidInputError(
                 f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."
             ) from None
 
     def describe(self) -> dict[str, Any]:
-        """Spaces and table as plain data, for files."""
+        """Spaces and `head_relevance` as plain data, for files."""
         return {
             "observation_space": space_data(self.observation_space),
             "action_space": space_data(self.action_space),
@@ -478,7 +477,7 @@ class SpaceSpec:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "SpaceSpec":
-        """What `describe` wrote."""
+        """The spec of the data that `describe` returned."""
         table = data["head_relevance"]
         return cls(
             space_of(data["observation_space"]),
@@ -488,24 +487,20 @@ class SpaceSpec:
 
 
 def require_sizes(space: Space[Any]) -> None:
-    """Refuse an observation that no memory holds."""
+    """Raise if an observation is too large."""
     for part in parts_of(space):
         count = prod(part.space.shape or ())
         if count > MAX_NUMBERS:
-            where = ".".join(map(str, part.path)) or "the observation"
             raise InvalidInputError(
-                f"{where} has {count:,} numbers, more than {MAX_NUMBERS:,}; make it "
-                "smaller."
+                f"{part.observation_name} has {count:,} numbers. The limit is "
+                f"{MAX_NUMBERS:,}."
             )
 
 
 def flags(masks: Array, needed: Array | None = None, what: str = "") -> Array:
-    """A copy of masks as booleans; refuses numbers that are neither 0 nor 1.
+    """A copy of masks `[env, ...]` as booleans; raises unless all are 0 or 1.
 
-    Args:
-        masks: `[env, ...]`.
-        needed: Environments whose masks matter; None: all.
-        what: What a refusal calls them; by default the mask of the environment.
+    Environments that are not `needed` are not checked. Errors call the masks `what`.
     """
     if masks.dtype == bool:
         return masks.copy()
@@ -519,7 +514,7 @@ def flags(masks: Array, needed: Array | None = None, what: str = "") -> Array:
         number = f"{value:g}" if isinstance(value, int | float) else quoted(value)
         raise InvalidInputError(
             f"{what or f'the mask of environment {env}'} holds {number}; give 1 or "
-            "True for what is legal, 0 or False for the rest."
+            "True for legal choices, 0 or False for others."
         )
     return legal
 
@@ -531,39 +526,36 @@ def _columns(part: Part) -> int:
 
 
 def _require_observation(part: Part) -> None:
-    space, known = part.space, (spaces.Discrete, spaces.MultiDiscrete, spaces.Box)
-    where = ".".join(map(str, part.path)) or "the observation"
-    if not isinstance(space, (*known, spaces.MultiBinary)):
+    space, name = part.space, part.observation_name
+    _require_known(space, name)
+    if max(part.sizes, default=0) > MAX_CHOICES:
         raise InvalidInputError(
-            f"{where} is a {type(space).__name__}, which is not supported; use Box, "
-            "Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them."
+            f"{name} has {max(part.sizes):,} values, more than {MAX_CHOICES:,}. Encode "
+            "it as a Box."
         )
-    if max(part.sizes, default=0) > LARGEST:
+    if isinstance(space, spaces.Box) and len(space.shape) > 3:
         raise InvalidInputError(
-            f"{where} has {max(part.sizes):,} values, more than {LARGEST:,}; give its "
-            "digits or an embedding as a Box."
-        )
-    if isinstance(space, spaces.Box) and len(space.shape) not in (0, 1, 2, 3):
-        raise InvalidInputError(
-            f"{where} is a Box of shape {space.shape}; flatten it first."
+            f"{name} is a Box of shape {space.shape}. Flatten it first."
         )
     if not _columns(part):
-        raise InvalidInputError(f"{where} is empty; leave it out.")
+        raise InvalidInputError(f"{name} is empty. Leave it out.")
 
 
 def _require_action(part: Part) -> None:
-    known = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box)
-    if not isinstance(part.space, known):
-        raise InvalidInputError(
-            f"{part.name} is a {type(part.space).__name__}, which is not supported; "
-            "use Discrete, MultiDiscrete, MultiBinary, a Dict or Tuple of them, or Box."
-        )
+    _require_known(part.space, part.name)
     if not part.sizes and 0 in (part.space.shape or ()):
-        raise InvalidInputError(f"{part.name} is empty; there is nothing to choose.")
-    real = np.dtype(part.space.dtype).kind
-    if isinstance(part.space, spaces.Box) and real != "f":
+        raise InvalidInputError(f"{part.name} is empty. Leave it out.")
+    is_float = np.dtype(part.space.dtype).kind == "f"
+    if isinstance(part.space, spaces.Box) and not is_float:
+        raise InvalidInputError(f"{part.name} is a Box of integers. Use MultiDiscrete.")
+
+
+def _require_known(space: Space[Any], name: str) -> None:
+    known = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    if not isinstance(space, known):
         raise InvalidInputError(
-            f"{part.name} is a Box of whole numbers; use MultiDiscrete."
+            f"{name} is a {type(space).__name__}, which is not supported. Use Box, "
+            "Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of them."
         )
 
 
@@ -575,8 +567,8 @@ def _checked(part: Part, array: Array, envs: int) -> Array:
     shape = (envs, *(part.space.shape or ()))
     if array.shape != shape:
         raise InvalidInputError(
-            f"{part.name if part.path else 'the observation'} must have the shape "
-            f"{list(shape)}, got {list(array.shape)}."
+            f"{part.observation_name} must have the shape {list(shape)}, got "
+            f"{list(array.shape)}."
         )
     return array
 
@@ -585,8 +577,8 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
     """A part of all observations as float32 `[env, column]`."""
     array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
     if isinstance(part.space, spaces.Box):
-        with np.errstate(over="ignore"):  # infinity is refused later
-            return array.astype(np.float32)  # copied: its buffer may be used again
+        with np.errstate(over="ignore"):  # infinity raises an error later
+            return array.astype(np.float32)  # a copy, since the buffer may be reused
     sizes = np.array(part.sizes)
     with np.errstate(invalid="ignore"):
         index = array.astype(np.int64) - part.start
@@ -596,7 +588,7 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
     if outside.any():
         env = int(outside.any(axis=1).argmax())
         raise InvalidInputError(
-            f"{part.name if part.path else 'the observation'} of environment {env} is "
+            f"{part.observation_name} of environment {env} is "
             f"{array[env].tolist()}, outside {part.space}."
         )
     if isinstance(part.space, spaces.MultiBinary):
@@ -607,7 +599,7 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
 
 
 def _scaled(space: spaces.Box, numbers: Array) -> Array:
-    """Numbers whose range is [-1, 1] in the units of a Box, within its bounds."""
+    """Numbers scaled from [-1, 1] to the bounds of a Box, and clipped."""
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -615,13 +607,3 @@ def _scaled(space: spaces.Box, numbers: Array) -> Array:
         half = np.where(bounded, 0.5 * high - 0.5 * low, 1.0)
     scaled: Array = np.clip(middle + half * numbers, low, high)
     return scaled
-
-
-def _assembled(space: Space[Any], values: Mapping[Path, Array], path: Path = ()) -> Any:  # noqa: ANN401
-    """A value of a whole space from those of its parts."""
-    if isinstance(space, spaces.Dict):
-        return {n: _assembled(s, values, (*path, n)) for n, s in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        inner = enumerate(space.spaces)
-        return tuple(_assembled(s, values, (*path, i)) for i, s in inner)
-    return values[path]

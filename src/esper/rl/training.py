@@ -1,10 +1,9 @@
-"""Runs of `esper ppo`: recorded, saved and resumed exactly, like `esper train`.
+"""Runs of `esper ppo`, with records, checkpoints and exact resumption.
 
-An environment's state cannot be saved in general, so every checkpoint is a moment at
-which all environments begin new episodes, with seeds that follow from the round. The
-run that is never interrupted does the same, so a resumed one is equal to it to the bit
-wherever `reset(seed)` decides what an environment does. Between two checkpoints nothing
-is saved: a signal or a crash costs the rounds since the last one.
+The state of an environment cannot be saved in general. So all environments start new
+episodes at every checkpoint, with seeds that depend on the round. A resumed run is then
+bit-identical to an uninterrupted one if `reset(seed)` makes an environment
+deterministic. A signal or a crash loses the rounds since the last checkpoint.
 """
 
 import hashlib
@@ -33,17 +32,13 @@ from esper.training.loop import Callback, TrainingLoop, WorldRollout
 from esper.training.recovery import Attempt, RunResult, train_on, train_to_end
 
 KIND: Final = "ppo"
-"""What `versions.json` calls such a run."""
+"""Kind of the run in `versions.json`."""
 AGENT: Final = "agent.safetensors"
-"""The file of the agent in the folder of a finished run."""
+"""File of the agent in the folder of a finished run."""
 
 
 class RecordedPPO(Stateful):
-    """An agent whose episodes are rows of a store.
-
-    Args:
-        ppo: The agent in its environments.
-    """
+    """An agent that also returns its episodes as rows of a store."""
 
     STATE = ("ppo", "episodes")
     relative = False
@@ -51,17 +46,17 @@ class RecordedPPO(Stateful):
     def __init__(self, ppo: PPO) -> None:
         self.ppo, self.agent, self.rollout_steps = ppo, ppo.agent, ppo.rollout_steps
         self.episodes = np.zeros(ppo.settings.num_envs, np.int64)
-        """Episodes that ended in each environment."""
+        """Number of episodes that ended in each environment."""
         self.update, self.forget_episodes = ppo.update, ppo.forget_episodes
         self.change_streams, self.memories = ppo.change_streams, ppo.memories
 
     @property
     def env_steps(self) -> int:
-        """Steps since the start, over all environments."""
+        """Steps of all environments so far."""
         return self.ppo.env_steps
 
     def collect(self) -> list[WorldRollout]:
-        """Fill the agent's buffer; the episodes that ended are numbered."""
+        """Fill the agent's buffer and number the episodes that ended."""
         stats = self.ppo.collect()[0].stats
         numbers = []
         for env in stats.env.tolist():
@@ -77,25 +72,23 @@ class RecordedPPO(Stateful):
 
 
 def made(config: PPORunConfig) -> PPO:
-    """The agent in its environments."""
+    """A new agent with its environments."""
     names = PPOSettings.__dataclass_fields__
     return PPO(config.env, **{name: getattr(config, name) for name in names})
 
 
 def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Begin a run and learn until all steps are made, or a signal comes.
+    """Start a run and train until all steps are done or a signal arrives.
 
-    Args:
-        config: All settings.
-        callbacks: Called besides those that record and save.
+    `callbacks` are called in addition to those that record and save.
     """
-    made(config).close()  # refuse what cannot be learnt before there is a folder
+    made(config).close()  # raises for unsupported environments before a folder exists
     if config.checkpoint.tensorboard:
         summary_writer()
     facts = {"kind": KIND, "rng_seed": config.seed, "tasks": [config.env]}
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         what = f"{config.env}, {config.num_envs} environments, seed {config.seed}"
-        first = (f"Learning {what}.", f"The run is in {run.path}.")
+        first = (f"Training in {what}.", f"The run is in {run.path}.")
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
 
@@ -108,49 +101,49 @@ def resume_ppo(
     trust: bool = False,
     env_timeout: float | None = None,
 ) -> RunResult:
-    """Go on with a run from its newest good checkpoint.
+    """Resume a run from its newest good checkpoint.
 
     Args:
         path: The folder of the run.
-        callbacks: Called besides those that record and save.
-        env: The environment's id; it must be the run's own.
-        trust: Import the module that the run's id names ("module:Id"); without it
-            such an id must be given as `env` too, since a file must not choose code.
-        env_timeout: Seconds that a call may take from now on; None: as before.
+        callbacks: Called in addition to those that record and save.
+        env: The environment's id, which must be that of the run.
+        trust: Import the module that the run names in an id "module:Id". Without it,
+            `env` must repeat such an id, since a file must not choose code.
+        env_timeout: New time limit of one call in seconds; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
-            raise InvalidInputError(f"run {run.name} is complete; begin another one.")
+            raise InvalidInputError(f"run {run.name} is complete. Start a new run.")
         config = ppo_settings_of(run)
         if env not in (None, config.env):
             raise refusal(
-                f"run {run.name} learns in {quoted(config.env)}, got env "
-                f"{quoted(env)}; give the same or none."
+                f"run {run.name} uses {quoted(config.env)}, got env {quoted(env)}. "
+                "Give the same id or none."
             )
         if ":" in config.env and env is None and not trust:
             module = config.env.partition(":")[0]
             raise refusal(
-                f"give --trust or --env {one_line(config.env, 60)} to go on: the file "
+                f"use --trust or --env {one_line(config.env, 60)} to resume: the file "
                 f"of run {run.name} names a module to import, {quoted(module)}."
             )
         if env_timeout is not None:
             config = replace(config, env_timeout=env_timeout)
-        first = (f"Going on with {run.name}: {config.env}.",)
+        first = (f"Resuming {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
 
 
 def resume_command(path: Path, env: str) -> str:
-    """What to type to go on with a run."""
+    """The command that resumes a run."""
     again = f" --env {quote(env)}" if ":" in env else ""
     return f"esper ppo --resume {quote(str(path))}{again}"
 
 
 def ppo_settings_of(run: Run) -> PPORunConfig:
-    """The settings that a run was begun with."""
+    """The settings of a run."""
     if run.kind != KIND:
         raise InvalidInputError(
-            f"run {run.name} is not one of esper ppo; see esper runs."
+            f"run {run.name} was not started by esper ppo. See esper runs."
         )
     return construct(PPORunConfig, table_of(run.config_toml, PPORunConfig))
 
@@ -163,7 +156,7 @@ def _attempt(
     trouble: str | None,
     rollbacks: int,
 ) -> Attempt:
-    """Learn from the newest checkpoint, if there is one, to an end."""
+    """Train from the newest checkpoint, or from the start, to the end."""
     checkpoints = run.checkpoints(keep=config.checkpoint.last)
     facts = {"config": hashlib.sha256(run.config_toml.encode()).hexdigest()}
     agent = made(config)
@@ -190,11 +183,11 @@ def _attempt(
             if trouble is None and not trainer.interrupted():
                 _finish(run, store, trainer, config)
         except EsperError as error:
-            # An environment that raised, or a process that died: nothing is lost.
+            # Also if an environment raised or its process died, the run can resume.
             saved = checkpoints.steps()
-            after = f"after round {saved[-1]}" if saved else "from its beginning"
+            after = f"after round {saved[-1]}" if saved else "from the start"
             again = resume_command(run.path, config.env)
-            raise type(error)(f"{error} Go on {after} with: {again}") from error
+            raise type(error)(f"{error} Resume {after} with: {again}") from error
         finally:
             trainer.call("on_close")
             agent.close()
@@ -204,17 +197,17 @@ def _attempt(
 def _finish(
     run: Run, store: Store, trainer: TrainingLoop, config: PPORunConfig
 ) -> None:
-    """Judge the agent, save it and mark the run as complete."""
+    """Evaluate the agent, save it and mark the run as complete."""
     agent, episodes = trainer.algorithm.ppo, config.episodes
     figures: dict[str, float] = {}
     try:
         found = agent.evaluate(episodes=episodes)
     except InvalidInputError as error:  # such as an episode that does not end
-        text = f"not judged: {error}"
+        text = f"not evaluated: {error}"
     else:
         figures = {"mean": found.mean, "std": found.std}
-        deviation = f"deviation {found.std:.3g}"
-        text = f"return of {episodes} episodes: {found.mean:.4g}, {deviation}"
+        mean, std = f"{found.mean:.4g}", f"{found.std:.3g}"
+        text = f"return of {episodes} episodes: {mean}, standard deviation {std}"
     agent.save(run.path / AGENT)
     store.add_note_once(trainer.round, TEST, text)
     trainer.call("on_message", text)

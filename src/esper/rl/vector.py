@@ -1,17 +1,12 @@
-"""Gymnasium's vector environments, whatever their autoreset mode, as one kind of world.
+"""Gymnasium vector environments with one interface for all autoreset modes.
 
-An episode that ended is followed by the first observation of the next one:
+The autoreset mode decides when the first observation of the next episode arrives:
 
-    SAME_STEP   it comes with the last step; the true final observation is in
-                `info["final_obs"]`
-    NEXT_STEP   it comes one step later; that step ignores its action and is not counted
-    DISABLED    we ask for it, by `reset(options={"reset_mask": ...})`
+    SAME_STEP   with the last step; `info["final_obs"]` has the final observation
+    NEXT_STEP   one step later; that step ignores its action and is not counted
+    DISABLED    after `reset(options={"reset_mask": ...})`, which is called here
 
-Masks come from a Dict observation, from `info["action_mask"]` or from the method
-`action_masks()`, and always belong to the observation beside them.
-
-Whatever an environment raises becomes one line, `SystemExit` too. A process of an
-environment has a deadline for every call, and ends with the process that started it.
+Errors of an environment, also `SystemExit`, are raised again as one line.
 """
 
 import os
@@ -26,7 +21,7 @@ from multiprocessing import TimeoutError as WaitTimeout
 from multiprocessing.connection import wait
 from queue import Empty
 from threading import Thread
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import gymnasium
 import numpy as np
@@ -47,6 +42,7 @@ from esper.contracts.errors import (
     WorkersError,
 )
 from esper.contracts.messages import described, one_line
+from esper.rl.nested import Path, from_parts, value_at
 from esper.rl.spaces import MASK, SpaceSpec, require_sizes
 from esper.workers.deadline import TIMEOUT, late, timed
 
@@ -54,52 +50,50 @@ T = TypeVar("T")
 Array = NDArray[Any]
 Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
 Vectorization = Literal["sync", "async", "native"]
-KINDS: Final = get_args(Vectorization)
 MaskSource = Literal["auto", "observation", "info", "method"]
-MASK_SOURCES: Final = get_args(MaskSource)
-METHOD: Final = "action_masks"
-OPTION: Final = "env_timeout"
-UNUSABLE: Final = "returned what cannot be used"
-GIVE_UP: Final = 5.0
-"""Seconds to wait for what a process that failed has to say."""
+MASK_METHOD: Final = "action_masks"
+TIMEOUT_SETTING: Final = "env_timeout"
+UNUSABLE: Final = "returned an unusable value"
+WORKER_ERROR_TIMEOUT: Final = 5.0
+"""Seconds to wait for the error, or the exit, of a process that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What all environments show before they act."""
+    """Observations and masks of all environments before a step."""
 
     observation: Any
-    """As the batched observation space has it."""
+    """An element of the batched observation space."""
     masks: Bool[Tensor, "env *op head choice"] | None
-    """What each head may choose, as `SpaceSpec.head_masks` says; None is everything."""
+    """Legal choices, as `SpaceSpec.head_masks` returns them; None: all."""
     episode_start: Array
     """Whether the observation is the first of an episode."""
     acts: Array
     """Whether the next action counts: False where an environment is about to reset."""
     where: str = ""
-    """Name and step of the environments, for refusals."""
+    """Name and step of the environments, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorStep:
-    """What came of one action of all environments."""
+    """Result of one step of all environments."""
 
     view: View
     rewards: Array
     terminated: Array
     truncated: Array
     final: Any
-    """The last observation of truncated episodes, where there are any; else None."""
+    """Final observations, if an episode was truncated; else None."""
 
 
 class SyncEnvs(SyncVectorEnv):
-    """Gymnasium's, resetting in the same step, with a step of a fifth less overhead.
+    """`SyncVectorEnv` with autoreset in the same step and 20 % less overhead.
 
-    Infos keep what is read here: final observations and masks, as lists.
+    Infos contain final observations and masks only, as lists.
     """
 
     at = 0
-    """The environment that was called last."""
+    """Index of the environment that was called last."""
 
     def __init__(
         self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float = TIMEOUT
@@ -108,14 +102,14 @@ class SyncEnvs(SyncVectorEnv):
         super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        """Act everywhere; an episode that ended is followed by the next one."""
+        """Step all environments and reset those whose episode ended."""
         space, found = self.single_observation_space, []
         each = zip(self.envs, iterate(self.action_space, actions), strict=True)
         for self.at, (env, action) in enumerate(each):
             found.append(env.step(action))
-        shown, rewards, *ends, infos = map(list, zip(*found, strict=True))
+        shown, paid, *ends, infos = map(list, zip(*found, strict=True))
         terminated, truncated = np.array(ends, bool)
-        numbers = self._numbers(rewards)
+        rewards = self._numbers(paid)
         info: dict[str, Any] = {}
         for at in np.flatnonzero(terminated | truncated):
             finals = info.setdefault("final_obs", [None] * self.num_envs)
@@ -126,17 +120,11 @@ class SyncEnvs(SyncVectorEnv):
         if any(there):
             info[MASK] = [each.get(MASK) for each in infos]
             info[f"_{MASK}"] = np.array(there)
-        return (
-            _batch(space, shown),
-            numbers,
-            terminated,
-            truncated,
-            info,
-        )
+        return _batch(space, shown), rewards, terminated, truncated, info
 
     def _numbers(self, rewards: list[Any]) -> Array:
-        """Rewards as numbers; arrays of one number will do."""
-        with suppress(ValueError, TypeError):  # which of them is found below
+        """Rewards as an array; a reward may be an array with one element."""
+        with suppress(ValueError, TypeError):  # the loop below finds which one
             numbers = np.array(rewards, np.float64)
             if numbers.ndim == 1:
                 return numbers
@@ -149,41 +137,41 @@ class SyncEnvs(SyncVectorEnv):
         return numbers
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
-        """Close every environment; what one raises is a warning."""
+        """Close every environment; errors become one warning."""
         close_all([env.close for env in getattr(self, "envs", ())], self._seconds)
 
 
 class RaisedInWorker(Exception):  # noqa: N818
-    """What an environment raised in its process, in words; it can be sent."""
+    """Text of an error in the process of an environment; it can be pickled."""
 
 
 class ContainedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment in its own process; whatever it raises can be sent."""
+    """An environment in its own process, whose errors can be pickled."""
 
     def __init__(self, env: Env[Any, Any], seconds: float) -> None:
         super().__init__(env)
         self._seconds = seconds
 
     def reset(self, **options: Any) -> Any:  # noqa: ANN401
-        """Begin an episode."""
+        """Start an episode."""
         return _contained(partial(self.env.reset, **options))
 
     def step(self, action: Any) -> Any:  # noqa: ANN401
-        """Act."""
+        """Step the environment."""
         return _contained(partial(self.env.step, action))
 
     def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
-        """An attribute, or a method whose errors can be sent."""
+        """An attribute, or a method whose errors can be pickled."""
         found = _contained(partial(super().get_wrapper_attr, name))
         return (lambda: _contained(found)) if callable(found) else found
 
     def close(self) -> None:
-        """Close it; what it raises is a warning."""
+        """Close the environment; an error becomes a warning."""
         close_all([self.env.close], self._seconds)
 
 
 class UnmadeEnv(gymnasium.Env[Any, Any]):
-    """Stands for an environment that cannot be made in its process."""
+    """Placeholder for an environment that cannot be made in its process."""
 
     observation_space: Any = None
     action_space: Any = None
@@ -192,7 +180,7 @@ class UnmadeEnv(gymnasium.Env[Any, Any]):
         self._why = why
 
     def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
-        """Raise why it cannot be made."""
+        """Raise the error of the constructor."""
         raise RaisedInWorker(self._why)
 
 
@@ -204,11 +192,11 @@ def _contained(call: Callable[[], Any]) -> Any:  # noqa: ANN401
 
 
 def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
-    """Close environments; what they raise is one warning: all results are there."""
+    """Close environments; errors become one warning, since no result is lost."""
     failure: BaseException | None = None
     for close in closes:
         try:
-            timed(close, "close() of an environment", seconds, OPTION)
+            timed(close, "close() of an environment", seconds, TIMEOUT_SETTING)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -221,27 +209,21 @@ def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
 
 
 class AsyncEnvs(AsyncVectorEnv):
-    """Gymnasium's, with a deadline also for making and closing environments.
-
-    Args:
-        makers: Functions that make environments.
-        seconds: How long a call may take.
-    """
+    """`AsyncVectorEnv` that also limits the time of constructors and of `close`."""
 
     def __init__(
         self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float
     ) -> None:
         self._seconds = seconds
-        start = partial(
-            super().__init__, makers, autoreset_mode=AutoresetMode.SAME_STEP
-        )
+        mode = AutoresetMode.SAME_STEP
         try:
             try:
-                start()
+                super().__init__(makers, autoreset_mode=mode)
             except ValueError as error:
                 if not isinstance(error.__cause__, CustomSpaceError):
                     raise
-                start(shared_memory=False)  # such as text
+                # Text, for example, cannot be shared.
+                super().__init__(makers, autoreset_mode=mode, shared_memory=False)
         except BaseException:
             kill(self)
             raise
@@ -249,7 +231,7 @@ class AsyncEnvs(AsyncVectorEnv):
     def close_extras(
         self, timeout: float | None = None, terminate: bool = False
     ) -> None:
-        """End the processes; those that do not end by themselves are killed."""
+        """Ask the processes to exit, and kill those that do not."""
         if self._state is AsyncState.DEFAULT and not terminate:
             for pipe in self.parent_pipes:
                 with suppress(OSError, AttributeError):  # of a process that died
@@ -260,22 +242,22 @@ class AsyncEnvs(AsyncVectorEnv):
         kill(self)
 
     def _check_spaces(self) -> None:
-        self.call_async("render_mode")  # answered when an environment is made
+        self.call_async("render_mode")  # returns once all constructors returned
         self.call_wait(self._seconds)
         super()._check_spaces()  # type: ignore[no-untyped-call]
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise the first error; Gymnasium would print tracebacks too."""
+        """Raise the first error without Gymnasium's tracebacks."""
         if not all(successes):
             try:
-                error = self.error_queue.get(timeout=GIVE_UP)[2]
+                error = self.error_queue.get(timeout=WORKER_ERROR_TIMEOUT)[2]
             except Empty:
-                error = RaisedInWorker("an error that cannot be sent")
+                error = RaisedInWorker("an error that cannot be pickled")
             raise error
 
 
 def kill(env: AsyncVectorEnv) -> None:
-    """End all processes of environments at once, whatever they do."""
+    """Kill all processes of a vector environment."""
     for process in getattr(env, "processes", ()):
         process.kill()
         process.join()
@@ -283,77 +265,60 @@ def kill(env: AsyncVectorEnv) -> None:
 
 
 def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
-    """Observations of all environments, as the batched space has them."""
-    if type(space) is spaces.Box:  # faster than Gymnasium's way
+    """Observations of all environments as an element of the batched space."""
+    if type(space) is spaces.Box:  # faster than `concatenate`
         return np.array(shown).astype(space.dtype, casting="same_kind", copy=False)
     blank: Any = create_empty_array(space, len(shown), np.empty)
     return concatenate(space, shown, blank)
 
 
 class Vector:
-    """All environments, stepped together.
+    """All environments, stepped together; the parameters are those of `PPO`.
 
-    Args:
-        source: The id of an environment, a function that makes one, or a vector
-            environment, which keeps its autoreset mode.
-        envs: How many to make; a vector environment has its own number.
-        kind: "sync" steps them in this process, "async" each in a process of its own;
-            "native" is the id's own vector environment.
-        head_relevance: As in `SpaceSpec`.
-        masks: Where masks come from: "observation", "info", "method", None for
-            nowhere; "auto" finds out.
-        env_timeout: Seconds that one call of all environments may take. It holds for
-            environments in processes; those in this process are interrupted only in
-            the commands of Esper.
+    A vector environment keeps its own `num_envs` and autoreset mode. Environments in
+    this process are interrupted after `env_timeout` only in the commands of Esper.
     """
 
     def __init__(
         self,
         source: Source,
-        envs: int = 8,
-        kind: Vectorization = "sync",
+        num_envs: int = 8,
+        vectorization: Vectorization = "sync",
         head_relevance: tuple[tuple[bool, ...], ...] | None = None,
         masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
     ) -> None:
-        if not 0.0 < env_timeout < float("inf"):
-            raise InvalidInputError(
-                f"env_timeout must be finite and above 0: {env_timeout}."
-            )
         self.name, self._seconds = _name(source), env_timeout
         self.steps = 0
         """Steps since the environments were made."""
         if isinstance(source, VectorEnv):
             self.env: VectorEnv[Any, Any, Any] = source
-            self._reset_envs(head_relevance, masks)
-            return
-        self.env = _made(source, envs, kind, env_timeout)
+        else:
+            self.env = _made(source, self.name, num_envs, vectorization, env_timeout)
         try:
-            self._reset_envs(head_relevance, masks)
+            self._inspect(head_relevance, masks)
         except BaseException:
-            self.close()
+            if not isinstance(source, VectorEnv):
+                self.close()
             raise
 
-    def _reset_envs(
+    def _inspect(
         self,
         head_relevance: tuple[tuple[bool, ...], ...] | None,
         masks: MaskSource | None,
     ) -> None:
-        """Learn what the environments are like."""
+        """Read number, spaces and autoreset mode of the environments."""
         self.num_envs = int(self.env.num_envs)
         mode = self.env.metadata.get("autoreset_mode")
         if mode is None:
             raise InvalidInputError(
-                f"{self.name} does not say how it resets; set its "
+                f"{self.name} has no autoreset mode. Set its "
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode."
             )
         self.mode = AutoresetMode(mode)
-        self.spec = SpaceSpec(
-            self.env.single_observation_space,
-            self.env.single_action_space,
-            head_relevance,
-        )
-        if masks not in (*MASK_SOURCES, None):
+        seen, acted = self.env.single_observation_space, self.env.single_action_space
+        self.spec = SpaceSpec(seen, acted, head_relevance)
+        if masks not in (*get_args(MaskSource), None):
             raise InvalidInputError(
                 f"masks must be auto, observation, info, method or None, got {masks!r}."
             )
@@ -364,11 +329,11 @@ class Vector:
         self._method: Callable[[], Any] | None = None
 
     def reset(self, seed: int | None) -> View:
-        """Begin an episode everywhere."""
+        """Start an episode in every environment."""
         return self._guarded("reset", partial(self._reset, seed), UNUSABLE)
 
     def step(self, actions: Any) -> VectorStep:  # noqa: ANN401
-        """Act everywhere."""
+        """Step every environment."""
         return self._guarded("step", partial(self._step, actions), UNUSABLE)
 
     def _reset(self, seed: int | None) -> View:
@@ -384,9 +349,7 @@ class Vector:
     def _step(self, actions: Any) -> VectorStep:  # noqa: ANN401
         observation, rewards, terminated, truncated, info = self._call("step", actions)
         self.steps += 1
-        terminated, truncated = (
-            np.array(x, bool, copy=True) for x in (terminated, truncated)
-        )
+        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
         ended, before, final = terminated | truncated, self._ended, None
         had_future = (truncated & ~terminated).any()
         everyone = np.ones(self.num_envs, bool)
@@ -396,8 +359,7 @@ class Vector:
             view = self._view(observation, info, before, ~ended)
         elif self.mode is AutoresetMode.DISABLED and ended.any():
             final = deepcopy(observation) if had_future else None
-            options = {"reset_mask": ended}
-            observation, fresh = self._call("reset", options=options)
+            observation, fresh = self._call("reset", options={"reset_mask": ended})
             view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
         else:
             if had_future:
@@ -407,12 +369,12 @@ class Vector:
         return VectorStep(view, numbers, terminated, truncated, final)
 
     def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
-        """Rewards `[env]`; refuses NaN and infinity where an action counted."""
+        """Rewards `[env]`; raises for NaN and infinity where an action counted."""
         found, step = np.asarray(rewards), self.steps - 1
         if found.size != self.num_envs:
             raise InvalidInputError(
-                f"{self.name} gave rewards of the shape {found.shape} at step {step}; "
-                f"give {self.num_envs} numbers."
+                f"{self.name} gave rewards of the shape {found.shape} at step {step}. "
+                f"Return {self.num_envs} numbers."
             )
         found = found.reshape(self.num_envs)
         with np.errstate(over="ignore"):
@@ -422,63 +384,68 @@ class Vector:
             env = int(broken.argmax())
             raise NotFiniteError(
                 f"{self.name} gave the reward {found[env]} in environment {env} at "
-                f"step {step}; rewards must be finite."
+                f"step {step}. Rewards must be finite."
             )
         return numbers
 
     def close(self) -> None:
-        """Close the environments and end their processes, if they have any."""
+        """Close the environments and end their processes."""
         if isinstance(self.env, SyncEnvs | AsyncEnvs):
             self.env.close()
         else:
             close_all([self.env.close], self._seconds)
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Call the environments; what they raise becomes one line."""
+        """Call a method of the vector environment with a time limit."""
         if not isinstance(self.env, AsyncVectorEnv):
-            return self._timed(name, partial(getattr(self.env, name), *args, **options))
+            call = partial(getattr(self.env, name), *args, **options)
+            return self._guarded(name, call, limited=True)
         start = partial(getattr(self.env, f"{name}_async"), *args, **options)
         answer = partial(getattr(self.env, f"{name}_wait"), self._seconds)
         return self._guarded(name, lambda: (start(), answer())[1])
 
-    def _timed(self, name: str, call: Callable[[], T]) -> T:
-        """The same with a deadline, where signals can interrupt the call."""
-        what = f"{self.name}: {name}() at step {self.steps}"
-        return self._guarded(name, lambda: timed(call, what, self._seconds, OPTION))
-
-    def _guarded(self, name: str, call: Callable[[], T], verb: str = "raised") -> T:
+    def _guarded(
+        self,
+        name: str,
+        call: Callable[[], T],
+        verb: str = "raised",
+        *,
+        limited: bool = False,
+    ) -> T:
+        """The result of a call; raises its errors again as one line."""
         try:
-            return call()
+            if not limited:
+                return call()
+            what = f"{self.name}: {name}() at step {self.steps}"
+            return timed(call, what, self._seconds, TIMEOUT_SETTING)
         except (EsperError, NoAsyncCallError, KeyboardInterrupt):
             raise
         except BaseException as error:  # an environment may raise SystemExit
             raise self._failure(name, error, verb) from error
 
     def _failure(self, call: str, error: BaseException, verb: str) -> EsperError:
-        """What environments raised, in one line that names which of them and when."""
+        """The error to raise, in one line that names environment and step."""
         when = f"in {call}() at step {self.steps}"
         if isinstance(self._base, AsyncVectorEnv):
             lost = isinstance(error, EOFError | ConnectionError)
             sentinels = [process.sentinel for process in self._base.processes]
             # A pipe breaks a moment before its process is gone.
-            ended = wait(sentinels, timeout=GIVE_UP) if lost else []
+            ended = wait(sentinels, timeout=WORKER_ERROR_TIMEOUT) if lost else []
             dead = [at for at, each in enumerate(sentinels) if each in ended]
             pipes = enumerate(self._base.parent_pipes)
             slow = [at for at, pipe in pipes if pipe is None or not pipe.poll()]
-            # Closing it would wait for calls that are under way, or raise what they do.
+            # `close` would wait for pending calls, or raise their errors.
             kill(self._base)
             if isinstance(error, WaitTimeout):
-                what = f"environment {[*slow, 0][0]} of {self.name}: {call}() at step"
-                text = late(f"{what} {self.steps}", self._seconds, OPTION)
-                return WorkersError(text)
+                who = f"environment {[*slow, 0][0]} of {self.name}"
+                what = f"{who}: {call}() at step {self.steps}"
+                return WorkersError(late(what, self._seconds, TIMEOUT_SETTING))
             if lost:
-                which = f" {dead[0]}" if dead else ""
-                return WorkersError(
-                    f"the process of environment{which} of {self.name} died {when}."
-                )
+                who = f"environment {dead[0]}" if dead else "environment"
+                return WorkersError(f"the process of {who} of {self.name} died {when}.")
         who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
-        what = str(error) if isinstance(error, RaisedInWorker) else described(error)
-        return InvalidInputError(f"{self.name} {verb} {when}{who}: {what.rstrip('.')}.")
+        what = _text(error).rstrip(".")
+        return InvalidInputError(f"{self.name} {verb} {when}{who}: {what}.")
 
     def _view(
         self,
@@ -487,88 +454,90 @@ class Vector:
         episode_start: Array,
         acts: Array,
     ) -> View:
-        masks = self._masks_now(observation, info, acts)
-        where = f" of {self.name} at step {self.steps}"
-        return View(observation, masks, episode_start, acts, where)
+        """Observations with their masks; all is legal where actions are ignored."""
+        where, masks = f"{self.name} at step {self.steps}", None
+        if self._masks is not None:
+            found = self._query_masks(observation, info, acts)
+            try:
+                masks = self.spec.head_masks(found, self.num_envs, acts)
+            except InvalidInputError as error:
+                raise type(error)(f"{where}: {error}") from None
+        elif self._finds_masks and MASK in info and not self.spec.is_continuous:
+            raise InvalidInputError(
+                f"{self.name} gave info['{MASK}'] at step {self.steps}, but none at "
+                "reset. Return one from every reset and step."
+            )
+        return View(observation, masks, episode_start, acts, f" of {where}")
 
-    def _masks_now(
+    def _query_masks(
         self,
         observation: Any,  # noqa: ANN401
         info: Mapping[str, Any],
         acts: Array,
-    ) -> Bool[Tensor, "env *op head choice"] | None:
-        """The masks of this moment; all is legal where the action is ignored."""
-        if self._masks is None:
-            if self._finds_masks and MASK in info and not self.spec.is_continuous:
-                raise InvalidInputError(
-                    f"{self.name} gave info['{MASK}'] at step {self.steps}, but none "
-                    "at reset; give one at every reset and step."
-                )
-            return None
+    ) -> Any:  # noqa: ANN401
+        """Masks as the environments return them."""
         if self._masks == "observation":
-            masks = observation[MASK]
-        elif self._masks == "info":
-            masks, there = info.get(MASK), info.get(f"_{MASK}", acts)
-            if masks is None or (acts & ~np.asarray(there)).any():
-                env = 0 if masks is None else int((acts & ~np.asarray(there)).argmax())
-                raise InvalidInputError(
-                    f"{self.name} gave no info['{MASK}'] in environment {env} at step "
-                    f"{self.steps}; give one at every reset and step."
-                )
-        else:
-            masks = self._query_masks()
-        try:
-            return self.spec.head_masks(masks, self.num_envs, acts)
-        except InvalidInputError as error:
-            what = f"{self.name} at step {self.steps}: {error}"
-            raise type(error)(what) from None
+            return observation[MASK]
+        if self._masks == "method":
+            if self._method is None:  # a search through wrappers is slow
+                self._method = self._guarded(MASK_METHOD, self._mask_method)
+            return self._guarded(MASK_METHOD, self._method, limited=True)
+        masks, there = info.get(MASK), np.asarray(info.get(f"_{MASK}", acts))
+        missing = acts & ~there
+        if masks is None or missing.any():
+            env = 0 if masks is None else int(missing.argmax())
+            raise InvalidInputError(
+                f"{self.name} gave no info['{MASK}'] in environment {env} at step "
+                f"{self.steps}. Return one from every reset and step."
+            )
+        return masks
 
     def _mask_source(self, info: Mapping[str, Any]) -> MaskSource | None:
-        """Where this environment has masks."""
+        """Where the environments return masks."""
         if self.spec.is_continuous:
             return None
         if self.spec.has_mask:
             return "observation"
         if MASK in info:
             return "info"
-        if isinstance(self._base, AsyncVectorEnv):  # a question can end its processes
+        if isinstance(self._base, AsyncVectorEnv):  # a failed call ends its processes
             env = self._base.env_fns[0]()
-            found = env.has_wrapper_attr(METHOD)
+            found = env.has_wrapper_attr(MASK_METHOD)
             env.close()
         elif isinstance(self._base, SyncVectorEnv):
-            found = all(env.has_wrapper_attr(METHOD) for env in self._base.envs)
+            found = all(env.has_wrapper_attr(MASK_METHOD) for env in self._base.envs)
         else:
-            found = hasattr(self._base, METHOD)
+            found = hasattr(self._base, MASK_METHOD)
         return "method" if found else None
 
-    def _query_masks(self) -> Any:  # noqa: ANN401
-        """What the method says: one mask per environment."""
-        if self._method is None:  # looking through wrappers takes long
-            self._method = self._guarded(METHOD, self._mask_method)
-        return self._timed(METHOD, self._method)
-
     def _mask_method(self) -> Callable[[], Any]:
-        """What asks all environments for their masks."""
+        """A function that returns the masks of all environments."""
         if isinstance(self._base, AsyncVectorEnv):
             ask, answer = self._base.call_async, self._base.call_wait
-            return lambda: [*(ask(METHOD), answer(self._seconds))[1]]
+            return lambda: [*(ask(MASK_METHOD), answer(self._seconds))[1]]
         if isinstance(self._base, SyncVectorEnv):
-            methods = [env.get_wrapper_attr(METHOD) for env in self._base.envs]
+            methods = [env.get_wrapper_attr(MASK_METHOD) for env in self._base.envs]
             return lambda: [method() for method in methods]
-        found: Callable[[], Any] = getattr(self._base, METHOD)
+        found: Callable[[], Any] = getattr(self._base, MASK_METHOD)
         return found
 
     def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
-        """All observations, with the final ones where episodes ended."""
+        """All observations, with final observations where episodes ended."""
         finals = info.get("final_obs")
         there = np.asarray(info.get("_final_obs", ended))
         if finals is None or (ended & ~there).any():
             raise InvalidInputError(
                 f"{self.name} resets in the same step but gave no info['final_obs'] at "
-                f"step {self.steps}; without it a truncated episode cannot be valued."
+                f"step {self.steps}. Truncated episodes need it."
             )
-        space = self.env.single_observation_space
-        return _replaced(space, observation, finals, np.flatnonzero(ended))
+
+        def replaced(path: Path) -> Array:
+            array = np.array(value_at(observation, path), copy=True)
+            for env in np.flatnonzero(ended).tolist():
+                array[env] = _final_part(finals, path, env)
+            return array
+
+        return from_parts(self.env.single_observation_space, replaced)
 
 
 def _name(source: Source) -> str:
@@ -582,42 +551,45 @@ def _name(source: Source) -> str:
 
 
 def _made(
-    source: Source, envs: int, kind: str, seconds: float
+    source: Source, name: str, num_envs: int, vectorization: str, seconds: float
 ) -> VectorEnv[Any, Any, Any]:
-    """A vector environment of that kind, resetting in the same step if it can."""
-    if kind not in KINDS:
-        raise InvalidInputError(
-            f"vectorization must be one of {', '.join(KINDS)}, got {kind!r}."
-        )
-    if not 1 <= envs <= 65_536:
-        raise InvalidInputError(f"envs must lie in 1..65536, got {envs}.")
+    """A new vector environment, with autoreset in the same step unless native."""
     if not callable(source) and not isinstance(source, str):
         raise InvalidInputError(
             "env must be an id, a function that makes an environment, or a VectorEnv, "
             f"got {type(source).__name__}."
         )
-    name = _name(source)
-    what = f"{name}: the constructor"
-    make: Any = source
-    if kind == "native":
-        if not isinstance(source, str):
-            raise InvalidInputError(
-                "kind 'native' needs an id; or pass a VectorEnv itself."
-            )
-        mode = "vector_entry_point"
-        make = partial(gymnasium.make_vec, source, envs, vectorization_mode=mode)
-        return _guarded(lambda: timed(make, what, seconds, OPTION), name)
+    what, make = f"{name}: the constructor", cast("Callable[[], Any]", source)
+    start: Callable[[], VectorEnv[Any, Any, Any]]
     if isinstance(source, str):
-        # Its checks would be paid for at every step; `esper doctor` checks more.
+        # Gymnasium's checks slow down every step; `esper doctor` checks more.
         make = partial(gymnasium.make, source, disable_env_checker=True)
-    one = partial(_one, lambda: timed(make, what, seconds, OPTION))
-    if kind == "sync":
-        return _guarded(lambda: SyncEnvs([one] * envs, seconds), name)
-    worker = partial(_in_worker, partial(_one, make), one, os.getpid(), seconds)
+    one = partial(_one, lambda: timed(make, what, seconds, TIMEOUT_SETTING))
+    if vectorization == "sync":
+        start = partial(SyncEnvs, [one] * num_envs, seconds)
+    elif vectorization == "async":
+        worker = partial(_in_worker, partial(_one, make), one, os.getpid(), seconds)
+        start = partial(AsyncEnvs, [worker] * num_envs, seconds)
+    elif isinstance(source, str):
+        mode = "vector_entry_point"
+        native = partial(gymnasium.make_vec, source, num_envs, vectorization_mode=mode)
+        start = partial(timed, native, what, seconds, TIMEOUT_SETTING)
+    else:
+        raise InvalidInputError(
+            "vectorization 'native' needs an id. Or pass a VectorEnv itself."
+        )
     try:
-        return _guarded(lambda: AsyncEnvs([worker] * envs, seconds), name)
+        return start()
+    except (EsperError, KeyboardInterrupt):
+        raise
     except WaitTimeout:
-        raise WorkersError(late(what, seconds, OPTION)) from None
+        raise WorkersError(late(what, seconds, TIMEOUT_SETTING)) from None
+    except BaseException as error:
+        raise InvalidInputError(f"{name} cannot be made: {_text(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, RaisedInWorker) else described(error)
 
 
 def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -634,13 +606,10 @@ def _in_worker(
     parent: int,
     seconds: float,
 ) -> Any:  # noqa: ANN401
-    """An environment in a process of its own, which ends with its parent.
+    """An environment in its own process, which ends with its parent.
 
-    Args:
-        make: Makes it.
-        make_here: The same, in the process that learns: for its spaces.
-        parent: The process that learns.
-        seconds: How long a call may take.
+    `AsyncVectorEnv` also makes one in the process `parent`, for its spaces; there
+    `make_here` is called.
     """
     if os.getpid() == parent:
         return ContainedEnv(make_here(), seconds)
@@ -652,62 +621,26 @@ def _in_worker(
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone; no pipe tells while a call hangs."""
+    """Exit when the parent is gone, also while a call of the environment hangs."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def _guarded(
-    make: Callable[[], VectorEnv[Any, Any, Any]], name: str
-) -> VectorEnv[Any, Any, Any]:
-    try:
-        return make()
-    except (EsperError, KeyboardInterrupt, WaitTimeout):
-        raise
-    except BaseException as error:
-        what = str(error) if isinstance(error, RaisedInWorker) else described(error)
-        raise InvalidInputError(f"{name} cannot be made: {what}") from error
-
-
-def _replaced(space: Space[Any], batch: Any, finals: Any, at: Array) -> Any:  # noqa: ANN401
-    """A copy of batched observations with other rows at some places.
-
-    Args:
-        space: Of one observation.
-        batch: Observations of all environments.
-        finals: The others, as a batch too, or as an array of objects.
-        at: The places.
-    """
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        inner = space.spaces
-        names = list(inner) if isinstance(inner, dict) else range(len(inner))
-        parts = [
-            _replaced(inner[name], batch[name], _parts(finals, name), at)  # type: ignore[index]
-            for name in names
-        ]
-        return (
-            dict(zip(inner, parts, strict=True))
-            if isinstance(inner, dict)
-            else tuple(parts)
-        )
-    array = np.array(batch, copy=True)
-    for env in at:
-        array[env] = finals[env]
-    return array
-
-
-def _parts(finals: Any, name: str | int) -> Any:  # noqa: ANN401
-    """One part of final observations."""
-    if isinstance(finals, np.ndarray | list):  # one per environment that ended
-        return [None if final is None else final[name] for final in finals]
-    return finals[name]
+def _final_part(finals: Any, path: Path, env: int) -> Any:  # noqa: ANN401
+    """A part of one final observation, from a batch or from one object per row."""
+    is_row = False
+    for name in path:
+        if not is_row and isinstance(finals, np.ndarray | list):
+            finals, is_row = finals[env], True
+        finals = finals[name]
+    return finals if is_row else finals[env]
 
 
 def _joined(
     info: Mapping[str, Any], fresh: Mapping[str, Any], reset: Array
 ) -> dict[str, Any]:
-    """The mask of a step, with those of a reset where there was one."""
+    """Masks of a step, replaced by those of a reset where there was one."""
     if MASK not in info or MASK not in fresh:
         return dict(fresh if MASK in fresh else info)
     old, new = info[MASK], fresh[MASK]

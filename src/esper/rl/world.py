@@ -1,4 +1,4 @@
-"""Gymnasium environments as a world that rollouts step."""
+"""Gymnasium environments as a `World` for rollouts."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from esper.rl.vector import Vector, View
 
 @dataclass(frozen=True, slots=True)
 class GymSeen:
-    """What a policy reads of all environments before they act."""
+    """Input of the policy for all environments."""
 
     features: dict[str, Tensor]
     masks: Bool[Tensor, "env *op head choice"] | None
@@ -26,7 +26,7 @@ class GymSeen:
 
 @dataclass(frozen=True, slots=True)
 class GymStep:
-    """What one action of all environments leads to."""
+    """Result of one step of all environments."""
 
     observation: GymSeen
     reward: Float[Tensor, " env"]
@@ -37,13 +37,9 @@ class GymStep:
 
 
 class GymWorld:
-    """All environments, and how their observations are read.
+    """Environments and the reader of their observations.
 
-    Args:
-        vector: The environments.
-        reader: Reads observations.
-        seed: Of the next reset.
-        learn: Whether the reader's statistics count what is seen.
+    `seed` is that of the next reset. With `learn`, the reader updates its statistics.
     """
 
     group_size = 1
@@ -60,11 +56,11 @@ class GymWorld:
         self._reader, self._learn = reader, learn
 
     def reset(self) -> GymSeen:
-        """Start a new episode everywhere."""
+        """Start a new episode in every environment."""
         return self._seen(self.vector.reset(self.seed))
 
     def step(self, actions: Shaped[Tensor, "env head"]) -> GymStep:
-        """Act everywhere."""
+        """Step every environment."""
         acts, step = self._acts, self.vector.step(self.vector.spec.to_env(actions))
         final = None
         if (step.truncated & ~step.terminated & acts).any():
@@ -83,13 +79,13 @@ class GymWorld:
         final: Any = None,  # noqa: ANN401
         acted: Any = None,  # noqa: ANN401
     ) -> GymSeen:
-        """What is shown, or the final observations of those that acted."""
-        acts = view.acts if acted is None else acted
-        shown = view.observation if acted is None else final
-        learn = self._learn and acted is None
-        features = self._reader.read(shown, acts, view.where, learn=learn)
+        """Features of a view, or of the final observations where `acted`."""
         if acted is None:
+            shown, acts, learn = view.observation, view.acts, self._learn
             self._acts = acts
+        else:
+            shown, acts, learn = final, acted, False
+        features = self._reader.read(shown, acts, view.where, learn=learn)
         start = torch.from_numpy(np.asarray(view.episode_start))
         all_act = None if acts.all() else torch.from_numpy(acts)
         return GymSeen(features, view.masks, start, all_act)
