@@ -55,11 +55,12 @@ def ppo(options: Namespace) -> int:
         given.setdefault("env", given.pop("env_id"))
     if "resume" in given:
         env = given.pop("env", None)
-        timeout = {name: given.pop(name) for name in ("env_timeout",) if name in given}
+        mutable = ("env_timeout", "device")
+        changes = {name: given.pop(name) for name in mutable if name in given}
         path = unfinished_run(given, ppo_settings_of, "Omit it.")
         if path is None:
             return 0
-        more, _ = parsed_options(PPORunConfig, timeout)
+        more, _ = parsed_options(PPORunConfig, changes)
         result = resume_ppo(path, [console], env=env, trust=trust, **more)
     else:
         if "env" not in given:

@@ -79,7 +79,8 @@ class RecordedPPO(Stateful):
 def made(config: PPORunConfig) -> PPO:
     """The agent in its environments."""
     names = PPOSettings.__dataclass_fields__
-    return PPO(config.env, **{name: getattr(config, name) for name in names})
+    values = {name: getattr(config, name) for name in names}
+    return PPO(config.env, **values, device=config.device)
 
 
 def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -107,6 +108,7 @@ def resume_ppo(
     env: str | None = None,
     trust: bool = False,
     env_timeout: float | None = None,
+    device: str | None = None,
 ) -> RunResult:
     """Go on with a run from its newest good checkpoint.
 
@@ -117,6 +119,7 @@ def resume_ppo(
         trust: Import the module that the run's id names ("module:Id"); without it
             such an id must be given as `env` too, since a file must not choose code.
         env_timeout: Seconds that a call may take from now on; None: as before.
+        device: Device of the policy from now on; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
@@ -135,6 +138,7 @@ def resume_ppo(
             )
         if env_timeout is not None:
             config = replace(config, env_timeout=env_timeout)
+        config = replace(config, device=device or config.device)
         first = (f"Going on with {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)

@@ -5,13 +5,15 @@ Here, and only here, settings become worlds, policies and callbacks.
 
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.state import leaves, load
+from esper.contracts.devices import usable_device
+from esper.contracts.state import leaves, load, save
 from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
     Job,
@@ -96,12 +98,23 @@ def resume_run(
     path: Path,
     callbacks: Sequence[Callback] = (),
     workers: Workers | None = None,
+    *,
+    device: str | None = None,
 ) -> RunResult:
-    """Go on with a run from its newest good checkpoint; with any workers."""
+    """Resume a run from its newest good checkpoint.
+
+    Args:
+        path: The folder of the run.
+        callbacks: Called besides those that record, evaluate and save.
+        workers: Who trains and evaluates hosts; None: this process.
+        device: Device of the learner; None: as before.
+    """
     with Run.open(path) as run:
         if run.finished is not None:
             raise InvalidInputError(f"run {run.name} is complete; start a new one.")
         config = settings_of(run)
+        config = replace(config, device=device or config.device)
+        usable_device(config.device)
         check_memory(config, check_worlds(config))
         first = (f"Resuming {run.name}: {_describe(config)}.",)
         attempt = partial(_attempt, config, run, callbacks, workers or Workers())
@@ -126,6 +139,7 @@ def _describe(config: TrainConfig) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what cannot be begun before anything is made."""
+    usable_device(config.device)
     worlds = check_worlds(config)
     check_memory(config, worlds)
     if _starts_from_recordings(config):
@@ -288,9 +302,7 @@ def _start_from(config: TrainConfig, run: Run, trainer: TrainingLoop) -> None:
 
 def _watch(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
     """Results of the policy on the hosts that choose the best checkpoint."""
-    learned = TrainedController(
-        LEARNED, config.learner.policy, dict(policy.state_dict())
-    )
+    learned = TrainedController(LEARNED, config.learner.policy, save(policy))
     jobs = [
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)
