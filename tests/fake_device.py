@@ -171,10 +171,12 @@ class FakeDevice(TorchDispatchMode):
         return None if is_view else COMPUTE
 
 
-VIEWS = frozenset(
-    "view _unsafe_view reshape unsqueeze squeeze expand detach alias t transpose permute"
-    " select slice split split_with_sizes unbind as_strided chunk".split()
-)
+VIEWS = {
+    *("view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "detach", "alias", "t"),
+    *("transpose", "permute", "select", "slice", "split", "split_with_sizes"),
+    *("unbind", "as_strided"),
+}
+"""Operations that compute nothing."""
 
 
 def _host(x: Any) -> Any:

@@ -41,25 +41,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Tree) -> Tree:
 
 
 def to_device(tree: Tree, device: torch.device) -> Tree:
-    """Copy the tensors of a tree to a device, as one block of bytes.
+    """Copy the tensors of a tree from the CPU to a device, as one block of bytes.
 
-    Returns the tree itself if all are there, or if the device is the CPU. The copy does
-    not wait for the work that the device still has to do.
+    Tensors that are there are kept. Returns the tree itself if the device is the CPU.
+    The copy does not wait for the work that the device still has to do.
     """
     if device.type == "cpu":
         return tree
     tensors: list[Tensor] = []
     map_tensors(lambda x: tensors.append(x) or x, tree)  # type: ignore[func-returns-value]
-    if all(tensor.device == device for tensor in tensors):
+    tensors = [tensor for tensor in tensors if tensor.device != device]
+    if not tensors:
         return tree
     tensors.sort(key=lambda x: -x.element_size())  # aligns all of them
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     block = torch.cat(parts)
-    if device.type == "cuda" and block.device.type == "cpu":
+    if device.type == "cuda":
         block = block.pin_memory()  # only copies from pinned memory do not wait
     pieces = block.to(device, non_blocking=True).split([len(part) for part in parts])
     moved = {
         id(tensor): piece.view(tensor.dtype).view(tensor.shape)
         for tensor, piece in zip(tensors, pieces, strict=True)
     }
-    return map_tensors(lambda x: moved[id(x)], tree)
+    return map_tensors(lambda x: moved.get(id(x), x), tree)

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Final
 
-from esper.contracts.errors import InvalidInputError
 from esper.contracts.devices import usable_device
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load, save
 from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
