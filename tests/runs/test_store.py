@@ -35,7 +35,11 @@ def path(tmp_path):
 def test_every_field_of_an_update_and_of_its_heads_has_a_column(path):
     with Store(path), closing(open_store(path)) as db:
         rounds, heads = columns_of(db, "rounds"), columns_of(db, "heads")
-    told = {field.name for field in fields(RoundRecord)} - {"update", "rounds", *UNSTORED}
+    told = {field.name for field in fields(RoundRecord)} - {
+        "update",
+        "rounds",
+        *UNSTORED,
+    }
     told |= {field.name for field in fields(UpdateRecord)} - {"heads"}
     assert told <= rounds.keys()
     assert {field.name for field in fields(HeadRecord)} <= heads.keys()

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from esper.contracts.devices import map_tensors
 from esper.simic.agent import metrics
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
-from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer, map_tensors
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from tests.device_reads import ReadCounter
 from tests.rollouts import TINY, fill_ragged, make_buffer, make_policy, take
 

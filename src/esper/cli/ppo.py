@@ -55,11 +55,12 @@ def ppo(options: Namespace) -> int:
         given.setdefault("env", given.pop("env_id"))
     if "resume" in given:
         env = given.pop("env", None)
-        timeout = {name: given.pop(name) for name in ("env_timeout",) if name in given}
+        mutable = ("env_timeout", "device")
+        changes = {name: given.pop(name) for name in mutable if name in given}
         path = unfinished_run(given, ppo_settings_of, "Omit it.")
         if path is None:
             return 0
-        more, _ = parsed_options(PPORunConfig, timeout)
+        more, _ = parsed_options(PPORunConfig, changes)
         result = resume_ppo(path, [console], env=env, trust=trust, **more)
     else:
         if "env" not in given:
@@ -77,9 +78,10 @@ def ppo(options: Namespace) -> int:
 
 def add_doctor_options(parser: ArgumentParser) -> None:
     """Add the options of `esper doctor`."""
-    parser.add_argument(
-        "env", type=path_text, metavar="ENV_ID", help="Gymnasium id of the environment"
-    )
+    text = "Gymnasium id of the environment"
+    parser.add_argument("env", nargs="?", type=path_text, metavar="ENV_ID", help=text)
+    device = "check a device such as cuda instead: train on it and on the CPU, compare"
+    add_option(parser, "--device", path_text, None, "NAME", device)
     add_option(
         parser, "--steps", integer(1, 10**9), 2_000, "N", "number of steps to take"
     )
@@ -91,9 +93,14 @@ def add_doctor_options(parser: ArgumentParser) -> None:
 
 
 def doctor(options: Namespace) -> int:
-    """Print problems of an environment; returns 1 if there is a fault."""
+    """Print problems of an environment or a device; returns 1 if there is a fault."""
+    from esper.contracts.messages import refusal
     from esper.rl.doctor import examine
 
+    if (options.env is None) == (options.device is None):
+        raise refusal("expected either the id of an environment or --device NAME.")
+    if options.device is not None:
+        return check_device(options.device)
     findings = examine(
         options.env, options.steps, options.rng_seed, timeout=options.timeout
     )
@@ -102,6 +109,24 @@ def doctor(options: Namespace) -> int:
     if any(finding.is_fault for finding in findings):
         return 1
     print_line(f"{options.env}: no faults found in {options.steps} steps.")
+    return 0
+
+
+def check_device(device: str) -> int:
+    """Print a comparison of the device with the CPU; returns 1 if they differ."""
+    from esper.rl.device_check import TOLERANCE, compare
+
+    passed = True
+    for row in compare(device):
+        passed &= row.passed
+        print_line(
+            f"memory {row.memory}: largest difference {row.difference:.1e}, "
+            f"{row.cpu_seconds:.1f} s on the CPU, {row.device_seconds:.1f} s there."
+        )
+    if not passed:
+        print_line(f"{device}: some weights differ by more than {TOLERANCE:g}.")
+        return 1
+    print_line(f"{device}: same weights as on the CPU, up to rounding.")
     return 0
 
 
@@ -125,13 +150,15 @@ DOCTOR: Final = Command(
     run=doctor,
     options=add_doctor_options,
     environments=True,
-    help="find problems in a Gymnasium environment",
+    help="find problems in a Gymnasium environment, or check a device",
     description="""\
 Step an environment with random legal actions and report problems that prevent learning.
-Each finding names the step and a fix. The exit code is 1 if a fault was found.""",
+Each finding names the step and a fix. With --device, train a few updates on the CPU
+and on the device, and compare the weights. The exit code is 1 if a fault was found.""",
     examples="""\
 examples:
   esper doctor CartPole-v1
   esper doctor my_package:Mine-v0 --steps 10000
+  esper doctor --device cuda
 """,
 )

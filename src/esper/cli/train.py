@@ -55,11 +55,12 @@ def train(options: Namespace) -> int:
     start_workers = worker_starter(given)
     if "resume" in given:
         advice = "Omit it, or start a new run with --start_from RUN."
+        device = given.pop("device", None)
         path = unfinished_run(given, settings_of, advice)
         if path is None:
             return 0
         with start_workers() as workers:
-            result = resume_run(path, [console], workers)
+            result = resume_run(path, [console], workers, device=device)
     else:
         settings = resolve(given, draw_seed=True)
         with start_workers() as workers:

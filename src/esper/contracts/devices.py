@@ -1,8 +1,15 @@
-"""Devices that are available on this machine."""
+"""Devices that are available on this machine, and copies to them."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from esper.contracts.errors import InvalidInputError
+
+Tree = TypeVar("Tree")
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -14,3 +21,46 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise InvalidInputError(
             f"device '{device}' cannot be used here: {reason}"
         ) from None
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Tree) -> Tree:
+    """Apply a function to every tensor of a dataclass, dict or tuple, recursively."""
+    if isinstance(value, Tensor):
+        return function(value)  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {  # type: ignore[return-value]
+            name: map_tensors(function, part) for name, part in value.items()
+        }
+    if isinstance(value, tuple):
+        return tuple(map_tensors(function, part) for part in value)  # type: ignore[return-value]
+    if not is_dataclass(value):
+        return value
+    names = [field.name for field in fields(value)]
+    parts = {name: map_tensors(function, getattr(value, name)) for name in names}
+    return replace(value, **parts)  # type: ignore[type-var]
+
+
+def to_device(tree: Tree, device: torch.device) -> Tree:
+    """Copy the tensors of a tree from the CPU to a device, as one block of bytes.
+
+    Tensors that are there are kept. Returns the tree itself if the device is the CPU.
+    The copy does not wait for the work that the device still has to do.
+    """
+    if device.type == "cpu":
+        return tree
+    tensors: list[Tensor] = []
+    map_tensors(lambda x: tensors.append(x) or x, tree)  # type: ignore[func-returns-value]
+    tensors = [tensor for tensor in tensors if tensor.device != device]
+    if not tensors:
+        return tree
+    tensors.sort(key=lambda x: -x.element_size())  # aligns all of them
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    block = torch.cat(parts)
+    if device.type == "cuda":
+        block = block.pin_memory()  # only copies from pinned memory do not wait
+    pieces = block.to(device, non_blocking=True).split([len(part) for part in parts])
+    moved = {
+        id(tensor): piece.view(tensor.dtype).view(tensor.shape)
+        for tensor, piece in zip(tensors, pieces, strict=True)
+    }
+    return map_tensors(lambda x: moved.get(id(x), x), tree)

@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
+from esper.contracts.devices import to_device
 from esper.kernels import kernel
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
@@ -33,7 +34,6 @@ from esper.simic.agent.distribution import (
     NUMBERS,
     Decision,
     choose,
-    draw,
     first_choice,
     gumbel,
 )
@@ -192,19 +192,16 @@ class SpacePolicy(nn.Module):
         the first one; None allows all.
         """
         envs = episode_start.shape[0]
+        noise = None if generator is None else self._noise(envs, generator)
         hidden, seen, state = self.encode(features, episode_start.unsqueeze(1), state)
         rows = self._allowed.expand(envs, -1, -1) if masks is None else masks
         if self.spec.is_continuous:
             distribution = self.head_outputs(hidden, None)
-            actions = _draw_numbers(distribution, generator)
+            actions, log_deviation = distribution.unbind(-1)
+            if noise is not None:
+                actions = actions + log_deviation.exp() * noise
             log_probs = NUMBERS.log_probs(distribution, actions)
-        elif generator is not None and self.stages == 1 and rows.ndim == 3:
-            outputs = self.head_outputs(hidden, None)
-            actions, log_probs, distribution = draw(outputs, rows, generator)
         else:
-            noise = None
-            if generator is not None:
-                noise = gumbel((envs, *rows.shape[-2:]), generator).to(hidden.device)
             outputs, rows, actions = self.choose(hidden, rows, noise)
             distribution = CHOICES.distribution(outputs, rows)
             log_probs = CHOICES.log_probs(distribution, actions)
@@ -216,6 +213,14 @@ class SpacePolicy(nn.Module):
             values=torch.addcmul(self.value_mean, self.value_scale, self._values(seen)),
             state=state,
         )
+
+    def _noise(self, envs: int, generator: Generator) -> Tensor:
+        """Noise of all heads; drawn first, so that its copy waits for nothing."""
+        device, (heads, choices) = self.value_mean.device, self._allowed.shape
+        if not self.spec.is_continuous:
+            return gumbel((envs, heads, choices), generator, device)
+        noise = torch.randn(envs, heads, generator=generator, device=generator.device)
+        return to_device(noise, device)
 
     def choose(
         self,
@@ -367,17 +372,6 @@ class SpacePolicy(nn.Module):
                     module.bias.zero_()
             self.head_out.weight.mul_(0.01)
             self.value_out.weight.zero_()
-
-
-def _draw_numbers(
-    distribution: Float[Tensor, "env number two"], generator: Generator | None
-) -> Float[Tensor, "env number"]:
-    """Numbers of normal distributions; their means without a generator."""
-    mean, log_deviation = distribution.unbind(-1)
-    if generator is None:
-        return mean
-    noise = torch.randn(mean.shape, generator=generator, device=generator.device)
-    return mean + log_deviation.exp() * noise.to(mean.device)
 
 
 class _Tanh(torch.autograd.Function):

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Generator, Tensor
 
-from esper.contracts.devices import usable_device
+from esper.contracts.devices import to_device, usable_device
 from esper.contracts.errors import (
     EsperWarning,
     InvalidInputError,
@@ -62,13 +62,7 @@ from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.rollout import (
-    RolloutState,
-    collect,
-    play,
-    start,
-    to_device,
-)
+from esper.simic.rollout import RolloutState, collect, play, start
 from esper.training.loop import (
     WINDOW,
     Callback,

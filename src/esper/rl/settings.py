@@ -80,6 +80,9 @@ class PPORunConfig(PPOSettings):
     """Gymnasium id of the environment."""
     total_steps: Annotated[int, Field(ge=1, le=10**12)] = 100_000
     """Total environment steps, summed over all environments."""
+    device: Text = "cpu"
+    """Device of the policy and its updates, such as cuda. Environments run on the
+    CPU."""
     checkpoint: CheckpointConfig = field(
         default_factory=lambda: CheckpointConfig(every=20)
     )

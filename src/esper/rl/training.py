@@ -74,7 +74,8 @@ class RecordedPPO(Stateful):
 def made(config: PPORunConfig) -> PPO:
     """A new agent with its environments."""
     names = PPOSettings.__dataclass_fields__
-    return PPO(config.env, **{name: getattr(config, name) for name in names})
+    values = {name: getattr(config, name) for name in names}
+    return PPO(config.env, **values, device=config.device)
 
 
 def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -100,6 +101,7 @@ def resume_ppo(
     env: str | None = None,
     trust: bool = False,
     env_timeout: float | None = None,
+    device: str | None = None,
 ) -> RunResult:
     """Resume a run from its newest good checkpoint.
 
@@ -110,6 +112,7 @@ def resume_ppo(
         trust: Import the module that the run names in an id "module:Id". Without it,
             `env` must repeat such an id, since a file must not choose code.
         env_timeout: New time limit of one call in seconds; None: as before.
+        device: Device of the policy from now on; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
@@ -128,6 +131,7 @@ def resume_ppo(
             )
         if env_timeout is not None:
             config = replace(config, env_timeout=env_timeout)
+        config = replace(config, device=device or config.device)
         first = (f"Resuming {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)

@@ -207,6 +207,8 @@ class TrainConfig:
     """Name of the run; none: a generated name."""
     runs: Text = "runs"
     """Folder that contains the runs."""
+    device: Text = "cpu"
+    """Device of the policy and its updates, such as cuda. Worlds run on the CPU."""
     start_from: Text | None = WARM
     """Initial policy. RUN: the best policy of that run. FOLDER: pretrained on
     recordings of esper record. "warm": pretrained on the simulated world (half a
@@ -381,8 +383,10 @@ def from_toml(text: str) -> TrainConfig:
 
 
 def digest(config: TrainConfig) -> str:
-    """SHA-256 of the configuration."""
-    return hashlib.sha256(as_toml(config).encode()).hexdigest()
+    """SHA-256 of the configuration without the device, which may change."""
+    lines = as_toml(config).splitlines(keepends=True)
+    kept = (line for line in lines if not line.startswith("device = "))
+    return hashlib.sha256("".join(kept).encode()).hexdigest()
 
 
 def resolve(options: Mapping[str, Any], *, draw_seed: bool = False) -> TrainConfig:

@@ -6,20 +6,19 @@ buffer may live on another device. Each step then copies what the policy reads t
 device, and the actions back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor
 
+from esper.contracts.devices import to_device
 from esper.contracts.errors import InvalidStateError
 from esper.contracts.world import EpisodeReport
 from esper.simic.agent.distribution import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -232,33 +231,33 @@ def collect(
     device = buffer.device
     buffer.begin(memory, policy_version, world.group_size)
     for _ in range(buffer.max_steps):
-        features, masks = to_device(policy.read(seen), device)
-        first = to_device(seen.episode_start, device)
+        inputs = (*policy.read(seen), seen.episode_start)
+        features, masks, first = to_device(inputs, device)
         decision = policy.act(features, masks, first, memory, generator)
         result = world.step(decision.actions.cpu())
         so_far = episodes.add(seen.acts, result)
         if on_step is not None:
             on_step(Transition(seen, decision.actions, result, so_far))
+        final = None if result.final is None else policy.read(result.final)[0]
+        ends = (result.reward, result.terminated, result.truncated)
+        final, ends, acted = to_device((final, ends, seen.acts), device)
         final_values = None
-        if result.final is not None:
-            final, _ = to_device(policy.read(result.final), device)
+        if final is not None:
             going_on = torch.zeros_like(first)
             final_values = policy.value(final, going_on, decision.state)
-        ends = torch.stack([result.terminated, result.truncated])
-        terminated, truncated = to_device(ends, device)
         buffer.add(
             decision,
             features=features,
             episode_start=first,
-            rewards=to_device(result.reward, device),
-            terminated=terminated,
-            truncated=truncated,
+            rewards=ends[0],
+            terminated=ends[1],
+            truncated=ends[2],
             final_values=final_values,
-            acted=to_device(seen.acts, device),
+            acted=acted,
         )
         seen, memory = result.observation, decision.state
-    features, _ = to_device(policy.read(seen), device)
-    first = to_device(seen.episode_start, device)
+    last = (policy.read(seen)[0], seen.episode_start)
+    features, first = to_device(last, device)
     buffer.finish(policy.value(features, first, memory))
     after = RolloutState(seen, memory, episodes.returns, episodes.lengths)
     return after, episodes.stats()
@@ -318,46 +317,3 @@ def play(
     raise InvalidStateError(
         f"some episode did not end within {max_steps} steps; set a time limit."
     )
-
-
-def to_device(tree: T, device: torch.device) -> T:
-    """A tree of tensors on a device, in one copy per dtype; itself if that is the CPU.
-
-    A tree is a tensor, None, or a dict, tuple or dataclass of trees.
-    """
-    if device.type == "cpu":
-        return tree
-    host = _tensors(tree)
-    moved: dict[torch.dtype, Iterator[Tensor]] = {}
-    for dtype in {tensor.dtype for tensor in host}:
-        parts = [tensor for tensor in host if tensor.dtype == dtype]
-        packed = torch.cat([part.reshape(-1) for part in parts])
-        if device.type == "cuda":  # only from pinned memory does a copy not wait
-            packed = packed.pin_memory()
-        sizes = [part.numel() for part in parts]
-        moved[dtype] = iter(packed.to(device, non_blocking=True).split(sizes))
-    on_device: T = _rebuilt(tree, lambda x: next(moved[x.dtype]).view(x.shape))
-    return on_device
-
-
-def _tensors(tree: Any) -> list[Tensor]:  # noqa: ANN401
-    """The tensors of a tree, in the order of `_rebuilt`."""
-    found: list[Tensor] = []
-
-    def keep(part: Tensor) -> Tensor:
-        found.append(part)
-        return part
-
-    _rebuilt(tree, keep)
-    return found
-
-
-def _rebuilt(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        parts = {f.name: _rebuilt(getattr(tree, f.name), change) for f in fields(tree)}
-        return replace(tree, **parts)
-    if isinstance(tree, dict):
-        return {name: _rebuilt(part, change) for name, part in tree.items()}
-    return tuple(_rebuilt(part, change) for part in tree) if tree is not None else None

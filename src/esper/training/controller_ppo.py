@@ -1,7 +1,8 @@
 """PPO of a controller over many worlds, each of which is a shard.
 
 A rollout is one job per world, here or in workers; results do not depend on who does
-them. The buffer joins the shards in order, and one update follows.
+them. The buffer joins the shards in order, and one update follows. Worlds are played on
+the CPU; `config.device` holds the learner's policy and buffer.
 """
 
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from esper.contracts.state import Stateful
+from esper.contracts.devices import usable_device
+from esper.contracts.state import Stateful, save
 from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
 from esper.runs.streams import stream_seed
@@ -38,7 +40,7 @@ class ControllerPPO(Stateful):
 
     Args:
         world: Where the policy acts; it is reset.
-        config: Learner and random seed; the rest is not read.
+        config: Learner, device and random seed; the rest is not read.
         rollout_steps: Decisions per environment and rollout.
         workers: Who plays the worlds; None: this process.
     """
@@ -65,19 +67,22 @@ class ControllerPPO(Stateful):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "weights"))
             self.policy = TamiyoPolicy(mixture.spec, learner.policy)
+        self.shards = [
+            first_shard(mixture, number, self.policy)
+            for number in range(len(mixture.counts))
+        ]
+        device = usable_device(config.device)
+        self.policy.to(device)
         buffer = TamiyoRolloutBuffer.for_policy(
             self.policy,
             mixture.num_envs,
             rollout_steps,
             gamma=learner.gamma,
             gae_lambda=learner.gae_lambda,
+            device=device,
         )
         order = stream_seed(seed, "order")
         self.agent = PPOAgent(self.policy, buffer, learner.ppo, rng_seed=order)
-        self.shards = [
-            first_shard(mixture, number, self.policy)
-            for number in range(len(mixture.counts))
-        ]
 
     @property
     def env_steps(self) -> int:
@@ -98,7 +103,7 @@ class ControllerPPO(Stateful):
         found = self.workers.run(
             play_shard,
             self.jobs(),
-            dict(self.policy.state_dict()),
+            save(self.policy),
             about=lambda job: f"world {job.number + 1} in round {job.round + 1}",
             check=lambda job, played: require_played(job, self.agent.buffer, played),
         )

@@ -5,13 +5,15 @@ This module turns settings into worlds, a policy and callbacks.
 
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Final
 
+from esper.contracts.devices import usable_device
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.state import leaves, load
+from esper.contracts.state import leaves, load, save
 from esper.contracts.world import VectorWorld
 from esper.evaluation.evaluation import (
     Job,
@@ -88,12 +90,23 @@ def resume_run(
     path: Path,
     callbacks: Sequence[Callback] = (),
     workers: Workers | None = None,
+    *,
+    device: str | None = None,
 ) -> RunResult:
-    """Continue a run from its newest valid checkpoint, with any workers."""
+    """Continue a run from its newest valid checkpoint.
+
+    Args:
+        path: The folder of the run.
+        callbacks: Called in addition to those that record, evaluate and save.
+        workers: Who trains and evaluates hosts; None: this process.
+        device: Device of the learner; None: as before.
+    """
     with Run.open(path) as run:
         if run.finished is not None:
             raise InvalidInputError(f"run {run.name} is complete. Start a new one.")
         config = settings_of(run)
+        config = replace(config, device=device or config.device)
+        usable_device(config.device)
         check_memory(config, check_worlds(config))
         first = (f"Resuming {run.name}: {_describe(config)}.",)
         attempt = partial(_attempt, config, run, callbacks, workers or Workers())
@@ -118,6 +131,7 @@ def _describe(config: TrainConfig) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse settings that cannot be trained, before any file is written."""
+    usable_device(config.device)
     worlds = check_worlds(config)
     check_memory(config, worlds)
     if _starts_from_recordings(config):
@@ -259,8 +273,7 @@ def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
 
 def _validate(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Results:
     """Results of the policy on the validation hosts."""
-    weights = dict(policy.state_dict())
-    learned = TrainedController(LEARNED, config.learner.policy, weights)
+    learned = TrainedController(LEARNED, config.learner.policy, save(policy))
     jobs = [
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor, nn
 
+from esper.contracts.devices import to_device
 from esper.contracts.errors import NoLegalActionError
 from esper.contracts.features import Leaf
 
@@ -259,7 +260,7 @@ def sample(
     """Sample one legal choice per row; the likeliest one if `generator` is None."""
     noise = None
     if generator is not None:
-        noise = gumbel(masks.shape, generator).to(logits.device)
+        noise = gumbel(masks.shape, generator, logits.device)
     return choose(logits, masks, noise)
 
 
@@ -275,25 +276,13 @@ def choose(
     return torch.where(masks, noisy, -torch.inf).argmax(dim=-1)
 
 
-def gumbel(shape: Sequence[int], generator: Generator) -> Float[Tensor, "*shape"]:
-    """Return standard Gumbel noise on the generator's device."""
-    uniform = torch.rand(shape, generator=generator, device=generator.device)
-    return uniform.clamp_(min=SMALLEST_UNIFORM).log_().neg_().log_().neg_()
-
-
-def draw(
-    logits: Float[Tensor, "*batch choice"],
-    masks: Bool[Tensor, "*batch choice"],
-    generator: Generator,
-) -> tuple[
-    Int64[Tensor, " *batch"],
-    Float[Tensor, " *batch"],
-    Float[Tensor, "*batch choice"],
-]:
-    """Sample one choice per row; return it, its and all choices' log-probabilities."""
-    actions = sample(logits, masks, generator)
-    distribution = masked_log_softmax(logits, masks)
-    return actions, chosen(distribution, actions), distribution
+def gumbel(
+    shape: Sequence[int], generator: Generator, device: torch.device
+) -> Float[Tensor, "*shape"]:
+    """Return standard Gumbel noise; drawn on the generator's device and copied."""
+    noise = torch.rand(shape, generator=generator, device=generator.device)
+    noise = noise.clamp_(min=SMALLEST_UNIFORM).log_().neg_().log_().neg_()
+    return to_device(noise, device)
 
 
 @cache

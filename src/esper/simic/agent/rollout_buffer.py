@@ -10,10 +10,10 @@ Shapes, dtypes and devices are always checked. Values are checked only on the CP
 because a check would stall other devices. A rejected step is not counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from esper.contracts.devices import usable_device
+from esper.contracts.devices import map_tensors, to_device, usable_device
 from esper.contracts.errors import (
     IllegalActionError,
     InvalidInputError,
@@ -35,7 +35,6 @@ from esper.scan import Rollout, gae, gae_time_major, require_fraction
 from esper.simic.agent.distribution import Decision, Policy, PolicySpec
 
 Array = NDArray[Any]
-Record = TypeVar("Record")
 RESULTS: Final = ("advantages", "returns")
 VIEWS: Final = ("dones", "truncated", "rewards", "values", "final_values", *RESULTS)
 CHOICE_FIELDS: Final = ("masks", "actions", "log_probs", "distribution")
@@ -105,22 +104,8 @@ class SequenceBatch:
                 f"got {count}."
             )
         order = torch.randperm(self.num_envs, generator=generator)
+        order = to_device(order, self.valid_mask.device)  # one copy for all parts
         return (self.select(part) for part in order.tensor_split(count))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Record) -> Record:
-    """Apply a function to every tensor of a dataclass or dict, recursively."""
-    if isinstance(value, Tensor):
-        return function(value)  # type: ignore[return-value]
-    if isinstance(value, dict):
-        return {  # type: ignore[return-value]
-            name: map_tensors(function, part) for name, part in value.items()
-        }
-    if not is_dataclass(value):
-        return value
-    names = [field.name for field in fields(value)]
-    parts = {name: map_tensors(function, getattr(value, name)) for name in names}
-    return replace(value, **parts)  # type: ignore[type-var]
 
 
 class Field(NamedTuple):
@@ -432,7 +417,10 @@ class TamiyoRolloutBuffer:
         return stored | {"state": self._state, "last_values": self._last_values}
 
     def require_columns(self, columns: Mapping[str, object], num_envs: int) -> None:
-        """Check that `columns` are a full rollout of `num_envs` environments."""
+        """Check that `columns` are a full rollout of `num_envs` environments.
+
+        They may be on the CPU or on the device of the buffer.
+        """
         steps = (self.max_steps, num_envs)
         wanted = [
             Field(name, (*steps, *storage.shape[2:]), storage.dtype)
@@ -444,12 +432,15 @@ class TamiyoRolloutBuffer:
             raise InvalidInputError(
                 f"the rollout has unexpected columns: {', '.join(columns)}."
             )
-        self._require(wanted, [columns[field.name] for field in wanted])
+        state = columns["state"]
+        is_host = isinstance(state, Tensor) and state.device.type == "cpu"
+        device = torch.device("cpu") if is_host else self.device
+        self._require(wanted, [columns[field.name] for field in wanted], device)
         for name, values in columns.items():
             assert isinstance(values, Tensor)
             if name == "final_values" or not values.is_floating_point():
                 continue
-            if self._checks_values and not bool(values.isfinite().all()):
+            if is_host and not bool(values.isfinite().all()):
                 raise NotFiniteError(f"{name} of the rollout contains NaN or inf.")
 
     def join(
@@ -467,13 +458,18 @@ class TamiyoRolloutBuffer:
         """
         for part in parts:
             self.require_columns(part, len(part["last_values"]))
-        state = torch.cat([part["state"] for part in parts])
-        self.begin(state, policy_version, group_size)
+        axes = dict.fromkeys(self._joined, 1) | {"state": 0, "last_values": 0}
+        whole = {
+            name: torch.cat([part[name] for part in parts], dim=axis)
+            for name, axis in axes.items()
+        }
+        whole = to_device(whole, self.device)
+        self.begin(whole["state"], policy_version, group_size)
         for name, storage in zip(self._joined, self._written, strict=True):
-            storage[:-1] = torch.cat([part[name] for part in parts], dim=1)
+            storage[:-1] = whole[name]
         self._counts.fill_(self.max_steps)
         self._adds = self.max_steps
-        self.finish(torch.cat([part["last_values"] for part in parts]))
+        self.finish(whole["last_values"])
 
     def compute_advantages_and_returns(self) -> None:
         """Compute `advantages` and `returns` (lambda-returns); 0 on padding."""
@@ -588,9 +584,14 @@ class TamiyoRolloutBuffer:
         self._counts += acted
         self._is_level = False
 
-    def _require(self, expected: Sequence[Field], given: Sequence[object]) -> None:
+    def _require(
+        self,
+        expected: Sequence[Field],
+        given: Sequence[object],
+        device: torch.device | None = None,
+    ) -> None:
         """Check that tensors are dense and have the right shape, dtype and device."""
-        device = self.device
+        device = device or self.device
         for (name, shape, dtype), value in zip(expected, given, strict=True):
             if not isinstance(value, Tensor):
                 problem = f"must be a tensor, got {type(value).__name__}"

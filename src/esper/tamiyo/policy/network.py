@@ -169,13 +169,14 @@ class TamiyoPolicy(nn.Module):
         """
         envs = episode_start.shape[0]
         require_masks(masks, envs, self.spec)
+        noises = self._noise(envs, generator)  # first, so that its copy does not wait
         context, state = self.encode(features, episode_start.unsqueeze(1), state)
         logits, rows = list[Tensor](), list[Tensor]()
         picked = list[Tensor]()
         scores_of = self.head_logits(context)
         rows_of = rows_by_group(masks, causal=self.config.causal)
         choice = None
-        for noise in self._noise(envs, generator):
+        for noise in noises:
             logits.append(scores_of.send(choice))
             rows.append(rows_of.send(choice))
             choice = choose(logits[-1], rows[-1], noise)
@@ -301,8 +302,8 @@ class TamiyoPolicy(nn.Module):
         """Return the noise for the logits of each group of heads."""
         if generator is None:
             return [None] * len(HEAD_GROUPS)
-        noise = gumbel((envs, NUM_HEADS, self.spec.width), generator)
-        noise = noise.to(self.value_mean.device)
+        shape = (envs, NUM_HEADS, self.spec.width)
+        noise = gumbel(shape, generator, self.value_mean.device)
         *single, rest = HEAD_GROUPS
         return [
             *(noise[:, head, : self.spec.sizes[head]] for (head,) in single),
