@@ -30,7 +30,7 @@ class MatchEnv(gymnasium.Env[Any, Any]):
     """Rewards actions that match the last observation; some actions are illegal."""
 
     observation_space = spaces.Box(0, 3, (2,), np.float32)
-    action_space = spaces.MultiDiscrete(SIZES)
+    action_space = spaces.MultiDiscrete([*SIZES])
 
     def action_masks(self) -> np.ndarray[Any, Any]:
         """Legal choices: all but one of each head."""
@@ -55,7 +55,7 @@ class MatchEnv(gymnasium.Env[Any, Any]):
         return self._seen
 
 
-class Comparison(NamedTuple):
+class DeviceComparison(NamedTuple):
     """Trainings with one memory on the CPU and on a device."""
 
     memory: str
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
         return self.difference <= TOLERANCE
 
 
-def compare(device: torch.device | str, updates: int = 3) -> Iterator[Comparison]:
+def compare(device: torch.device | str, updates: int = 3) -> Iterator[DeviceComparison]:
     """Train on the CPU and on a device, with every memory.
 
     Raises:
@@ -95,4 +95,4 @@ def compare(device: torch.device | str, updates: int = 3) -> Iterator[Comparison
             weights.append(save(agent.policy))
             seconds.append(time.perf_counter() - start)
         cpu, other = (torch.cat([*map(torch.flatten, w.values())]) for w in weights)
-        yield Comparison(memory, float((cpu - other).abs().max()), *seconds)
+        yield DeviceComparison(memory, float((cpu - other).abs().max()), *seconds)

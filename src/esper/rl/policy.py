@@ -417,7 +417,7 @@ def _tanh_numbers(x: Array, y: Array) -> None:
     """Two polynomials of the square; beyond the limit it is 1 in float32.
 
     Their ratio was fitted to tanh(x) / x between 0 and the limit, by least squares that
-    were weighted anew until the largest relative error, 2e-9, no longer fell.
+    were reweighted until the largest relative error, 2e-9, no longer fell.
     """
     kind = x.dtype.type
     limit = kind(8)

@@ -29,7 +29,7 @@ from esper.runs.store import Store, usable_store
 from esper.runs.train_config import Budget
 from esper.training.callbacks import Checkpoint, Record, TensorBoard, summary_writer
 from esper.training.loop import Callback, TrainingLoop, WorldRollout
-from esper.training.recovery import Attempt, RunResult, train_on, train_to_end
+from esper.training.recovery import Attempt, RunResult, resume_and_train, train_to_end
 
 KIND: Final = "ppo"
 """Kind of the run in `versions.json`."""
@@ -181,7 +181,7 @@ def _attempt(
         )
         try:
             found = checkpoints.latest(leaves(trainer))
-            start, trouble = train_on(
+            start, trouble = resume_and_train(
                 trainer, run, store, checkpoints, found, facts, trouble, rollbacks
             )
             if trouble is None and not trainer.interrupted():

@@ -124,6 +124,3 @@ def resume_and_train(
     if failure is not None:
         run.write(DIAGNOSIS, {"trouble": failure, "last": str(last)})
     return start, failure
-
-
-train_on = resume_and_train  # the name that `esper.rl.training` imports
