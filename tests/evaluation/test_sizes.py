@@ -15,7 +15,7 @@ from esper.evaluation.sizes import (
     best_sizes,
     check_halving,
     halved,
-    size_control,
+    size_baseline,
     survivors,
 )
 from esper.runs.records import EvalResult, StopFigures
@@ -61,11 +61,11 @@ WORST = arm([0.0, 0.0, 0.1, 0.1, 0.1, 0.9, 1.0], cost=3.0)
 
 
 def test_the_best_size_in_hindsight_is_the_arm_with_the_best_return():
-    assert size_control("best-size", [FAST, SLOW, WORST]) is SLOW
+    assert size_baseline("best-size", [FAST, SLOW, WORST]) is SLOW
 
 
 def test_the_envelope_takes_the_best_size_at_every_stop():
-    found = size_control("envelope", [FAST, SLOW, WORST])
+    found = size_baseline("envelope", [FAST, SLOW, WORST])
     best = [0.5, 0.5, 0.5, 0.6, 0.7, 0.9, 1.0]
     np.testing.assert_allclose(found.returns, np.mean(best) - 0.1)
     np.testing.assert_array_equal(found.test, WORST.test)  # best at the last
@@ -79,7 +79,7 @@ def test_halving_drops_what_does_worst_and_ends_within_the_compute():
     ladder = [FAST, SLOW, WORST]
     worth = np.stack([one.stops.worth for one in ladder])
     assert survivors(worth, 0) == [[0, 1, 2], [0, 1], [1]]
-    found = size_control("halving", ladder)
+    found = size_baseline("halving", ladder)
     # WORST would have been the best in the end, but was dropped at the third stop.
     np.testing.assert_allclose(found.score, [0.81, 0.81])
     np.testing.assert_allclose(found.test, [1.3, 1.3])
@@ -100,7 +100,7 @@ def test_five_sizes_cost_at_most_what_one_does_that_runs_to_the_end():
 
 def test_the_return_of_halving_counts_the_compute_of_all_sizes():
     same = [arm([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]) for _ in range(4)]
-    found = size_control("halving", same)
+    found = size_baseline("halving", same)
     grid = np.log2(1 + np.array([0.0, *TIMES]))
     values = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
     # Four sizes share the compute until each has that of the third stop, then two

@@ -44,14 +44,14 @@ class EpisodeData(Stateful):
         """Number of episodes that each environment has started."""
         self.drawn = np.zeros(envs, dtype=np.int64)
         """Number of minibatches drawn in the current episodes."""
-        self._orders = self._no_orders()
+        self._orders = self._empty_batch_orders()
         self.rent, self.budget, self.rate = (torch.zeros(envs) for _ in TERMS)
         self.streams = [Generator() for _ in range(envs)]
         """Random streams of the weights."""
         self.rows: list[Rows] = []
         """Training, validation and test rows, once an episode has started."""
 
-    def _no_orders(self) -> list[tuple[int, NDArray[np.int64]]]:
+    def _empty_batch_orders(self) -> list[tuple[int, NDArray[np.int64]]]:
         return [(-1, np.empty(0, np.int64))] * self._envs
 
     def begin(self, env: int) -> None:
@@ -68,7 +68,7 @@ class EpisodeData(Stateful):
 
     def loaded(self) -> None:
         """Draw rows and orders again; they follow from the episode numbers."""
-        self.rows, self._orders = [], self._no_orders()
+        self.rows, self._orders = [], self._empty_batch_orders()
         for env, begun in enumerate(self.begun.tolist()):
             if begun:
                 self._draw_rows(env, self._sequences(env, begun - 1)[0])

@@ -36,7 +36,7 @@ from esper.contracts.actions import NUM_HEADS, ActionSpec
 from esper.contracts.world import Controller, StepResult
 from esper.environment.clock import STOPS
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
-from esper.evaluation.sizes import size_control
+from esper.evaluation.sizes import size_baseline
 from esper.growth.analysis.macs import step_macs
 from esper.runs.records import (
     LADDER,
@@ -129,7 +129,7 @@ def _choices(
     if len(known) == len(ladder):
         for job in same:
             if job.arm in SIZES:
-                yield job, size_control(job.arm, known)
+                yield job, size_baseline(job.arm, known)
 
 
 def stored_results(

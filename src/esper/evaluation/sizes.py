@@ -66,7 +66,7 @@ def halved(figure: Floats, shown: Floats) -> Floats:
     return np.array([figure[survivors(shown, h)[-1][0], stop, h] for h in hosts])
 
 
-def size_control(name: str, ladder: Sequence[EvalResult]) -> EvalResult:
+def size_baseline(name: str, ladder: Sequence[EvalResult]) -> EvalResult:
     """The result of one of the `SIZES` baselines, from results with their stops."""
     stops = [arm.stops for arm in ladder if arm.stops is not None]
     if name == "best-size":

@@ -131,7 +131,7 @@ def analyse_host(
         )
     with isolated(host, training=False), torch.no_grad():
         trace = trace_host(host, sites, example)
-        again = tensors_of(_call(host, example))
+        again = tensors_of(_run_example(host, example))
         macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
         raise InvalidInputError("the host's output has no floating-point tensor.")
@@ -323,7 +323,7 @@ def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Tr
             stack.callback(before.remove)
             stack.callback(module.register_forward_hook(leave).remove)
         with tracer:
-            answer = _call(host, example)
+            answer = _run_example(host, example)
     outputs = tensors_of(answer)
     for path in tracer.paths.values():
         returned = any(one is other for one in path.tensors for other in outputs)
@@ -333,7 +333,7 @@ def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Tr
     return trace
 
 
-def _call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
+def _run_example(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
     try:
         return call(host, example)
     except Exception as error:
@@ -355,11 +355,11 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
     modules = trace.modules
     first, second = modules[site.inlet], modules[site.outlet]
     read, written = trace.records[site.inlet], trace.records[site.outlet]
-    outlet = _tensor(written.outputs, f"module {site.outlet!r} returns")
+    outlet = _require_tensor(written.outputs, f"module {site.outlet!r} returns")
     outlet_layout = _layout(outlet, second, written.last_leaf, site.outlet)
     inlet, inlet_layout = outlet, outlet_layout
     if not site.residual:
-        inlet = _tensor(read.inputs, f"module {site.inlet!r} reads")
+        inlet = _require_tensor(read.inputs, f"module {site.inlet!r} reads")
         if site.outlet not in read.version_after:
             raise InvalidInputError(
                 f"{site.outlet!r} is called before {site.inlet!r}; write "
@@ -503,7 +503,7 @@ def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
             taken[layer] = name
 
 
-def _tensor(value: object, what: str) -> Tensor:
+def _require_tensor(value: object, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise InvalidInputError(
             f"{what} {type(value).__name__}; name a submodule that works on one tensor."
@@ -564,7 +564,7 @@ def without_gradient(
             offsets.clear()
             try:
                 with torch.enable_grad():
-                    answers = tensors_of(_call(host, example))
+                    answers = tensors_of(_run_example(host, example))
                     total = torch.stack([a.float().sum() for a in answers]).sum()
                     found: Iterable[Tensor | None] = ()
                     if offsets:
