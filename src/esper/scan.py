@@ -584,7 +584,7 @@ def _require_kind(
     name: str,
     tensor: Tensor,
     like: Tensor,
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     *dtypes: torch.dtype,
 ) -> None:
     """Check dtype, shape and device of a tensor."""
