@@ -1,9 +1,7 @@
 """Training on a family: other worlds in every round, and resumed to the bit."""
 
 import signal
-import sqlite3
 import sys
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld
 from esper.runs.records import VALIDATION
-from esper.runs.run import STORE, Run
+from esper.runs.run import Run
 from esper.runs.train_config import Budget, EvalConfig, TrainConfig, World, preset
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tasks.catalogue import task as find_task
@@ -24,7 +22,7 @@ from esper.training.loop import Callback
 from esper.training.recordings import RecordConfig, read_recordings
 from esper.training.train import begin_run, resume_run
 from esper.training.worlds import check_worlds, mixture_for, steps_of, tasks_of
-from tests.training.test_train import assert_equal
+from tests.training.test_train import assert_equal, read, state
 
 SHORT = World(
     horizon=3, decision_every=2, slots=4, blueprints=("widen_8",), rent=(0.001, 0.08)
@@ -102,14 +100,6 @@ def test_slots_are_shared_out_over_the_places_of_a_host():
         GrowingWorld(digits, 1, 0, settings=replace(terms, slots=5))
 
 
-def stored_returns(path, number):
-    with closing(sqlite3.connect(path / STORE)) as db:
-        found = db.execute(
-            'SELECT "return" FROM live_episodes WHERE round = ?', [number]
-        ).fetchall()
-    return [value for (value,) in found]
-
-
 class Log(Callback):
     """Rounds and progress of a run; sends a signal at the first part of one."""
 
@@ -147,7 +137,8 @@ def test_a_run_that_starts_from_recordings_stores_what_its_episodes_earned(recor
     assert len(log.rounds) == 3
     assert {name for name, _ in log.progress} == {"recording", "fitting"}
     for record in log.rounds:
-        returns = stored_returns(result.path, record.round)
+        found = read(result.path, "live_episodes")
+        returns = [row["return"] for row in found if row["round"] == record.round]
         assert sum(returns) / len(returns) == pytest.approx(
             record.mean_return, abs=1e-5
         )
@@ -172,8 +163,7 @@ def test_a_start_that_is_interrupted_goes_on_with_what_was_recorded(
     assert [each for each in log.progress if each[0] == "recording"] == [
         ("recording", number) for number in range(kept + 1, 3)
     ]
-    states = [Run.read(each.path).checkpoints().latest() for each in (whole, result)]
-    assert_equal(*(each.tensors for each in states))
+    assert_equal(state(whole.path)[1], state(result.path)[1])
     assert not (result.path / "recordings").exists()
     assert Run.read(result.path).finished == Run.read(whole.path).finished
 

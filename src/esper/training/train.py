@@ -207,16 +207,9 @@ def _attempt(
         steps = steps_of(config)
         loop = controller_loop(mixture, config, steps, own, signals, workers)
         try:
+            begin = partial(_load_start, config, run, loop)
             start, failure = resume_and_train(
-                loop,
-                run,
-                store,
-                checkpoints,
-                found,
-                facts,
-                failure,
-                rollbacks,
-                partial(_load_start, config, run, loop),
+                loop, run, store, checkpoints, found, facts, failure, rollbacks, begin
             )
             if checkpoints.steps():  # recordings are not needed any more
                 with suppress(OSError):
