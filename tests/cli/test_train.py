@@ -37,7 +37,7 @@ REFUSED = [
     (("--num_envs=--",), "--num_envs: expected one argument"),
     (("more",), "unrecognized arguments: more"),
     (("--rng-seed", "-1"), "--rng_seed must be greater than or equal to 0"),
-    (("--device", "cuda"), "there is no option '--device'; did you mean '--"),
+    (("--device", "nonsense"), "device 'nonsense' cannot be used here"),
     (("--rounds", "3"), "did you mean '--budget.rounds'"),
     (("--checkpoint.tensorboard=1",), "must be a valid boolean; got 1"),
     (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
