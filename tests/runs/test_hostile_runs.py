@@ -255,7 +255,7 @@ def test_a_training_that_does_not_fit_into_memory_is_refused(
     monkeypatch.chdir(tmp_path)
     for given in (["--num_envs", "65536"], ["--learner.policy.width", "4096"]):
         line = refused(capsys, "train", "--preset", "simulated", *given)
-        assert "GB of memory, this machine has 1 GB; lower envs or" in line
+        assert "GB of memory, this machine has 1 GB. Lower num_envs or" in line
     assert os.listdir(tmp_path) == []
 
 
