@@ -55,7 +55,7 @@ PY
 esper --help >/dev/null
 esper grow --task letter --controller early
 esper train --preset quick --rng-seed 0 --name wheel \
-    --budget.rounds 2 --envs 4 --judging.hosts 2
+    --budget.rounds 2 --num_envs 4 --evaluation.hosts 2
 esper report wheel
 test -s runs/wheel/report.html
 "$uv" pip install -q -p "$place/env" -c "$root/constraints.txt" \
