@@ -5,8 +5,12 @@ MinGRU (Feng et al. 2024, https://arxiv.org/abs/2410.01201):
     z_t = sigmoid(W_z x_t)        h_t = (1 - z_t) h_{t-1} + (z_t (2 - z_t))^½ (W_h x_t)
 
 The paper writes z_t W_h x_t, which becomes small for long time spans. The gates do not
-depend on h, so a sequence is two matrix products and one `scan`. GRU and LSTM run step
-by step. Every memory maps `inputs [env, time, width]`, `episode_start [env, time]` and
+depend on h, so a sequence is two matrix products and one `scan`. They do not depend on
+earlier inputs either, so MinGRU cannot copy what it saw k steps ago. ConvMinGRU can:
+its gates read a causal convolution over the last inputs, as in Mamba and Griffin.
+GRU and LSTM run whole sequences through torch.
+
+Every memory maps `inputs [env, time, width]`, `episode_start [env, time]` and
 `state [env, layer, state]` to outputs and the next state. Where `episode_start` is set,
 the state is reset before use.
 """
@@ -17,11 +21,14 @@ from typing import Final, Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from esper.contracts.errors import InvalidInputError
 from esper.scan import gated_scan
 
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
+TAPS: Final = 4  # inputs that a short convolution reads
+SHUT: Final = -1e9  # a sigmoid of this is exactly 0
 MAX_WIDTH: Final = 65_536
 MAX_LAYERS: Final = 64
 
@@ -53,15 +60,19 @@ class MinGRU(nn.Module):
         return inputs, torch.stack(last, dim=1)
 
 
-class Stepped(nn.Module):
-    """Recurrent cells, run step by step; each layer adds to its input."""
+class ConvMinGRU(nn.Module):
+    """MinGRU whose gates read the last inputs of the episode.
 
-    def __init__(self, cells: list[nn.GRUCell] | list[nn.LSTMCell], parts: int) -> None:
+    The state of a layer is the hidden state and the last inputs, newest first.
+    """
+
+    def __init__(self, width: int, layers: int = 1) -> None:
         super().__init__()
-        self.state_shape = (len(cells), parts * cells[0].hidden_size)
-        self.parts = parts
-        """Tensors in the state of a cell: 1 for GRU, 2 for LSTM."""
-        self.cells = nn.ModuleList(cells)
+        self.state_shape = (layers, TAPS * width)
+        self.scans = nn.ModuleList(MinGRU(width) for _ in range(layers))
+        self.taps = nn.Parameter(torch.empty(layers, TAPS, width))
+        self.bias = nn.Parameter(torch.zeros(layers, width))
+        nn.init.uniform_(self.taps, -(TAPS**-0.5), TAPS**-0.5)
 
     def forward(
         self,
@@ -70,22 +81,121 @@ class Stepped(nn.Module):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
-        last = []
-        for layer, cell in enumerate(self.cells):
-            held, outputs = state[:, layer].chunk(self.parts, dim=-1), []
-            for time in range(inputs.shape[1]):
-                # Select, do not multiply: a stale state may hold anything.
-                fresh = episode_start[:, time, None]
-                held = tuple(torch.where(fresh, 0.0, part) for part in held)
-                after = cell(inputs[:, time], held if self.parts > 1 else held[0])
-                held = after if self.parts > 1 else (after,)
-                outputs.append(held[0])
-            inputs = inputs + torch.stack(outputs, dim=1)
-            last.append(torch.cat(held, dim=-1))
+        time, last = inputs.shape[1], []
+        fresh = episode_start.unsqueeze(-1)
+        for layer, scan in enumerate(self.scans):
+            before = state[:, layer].unflatten(-1, (TAPS, -1))
+            earlier, kept = inputs, [inputs[:, -1]]
+            mixed = torch.addcmul(self.bias[layer], inputs, self.taps[layer, 0])
+            for lag in range(1, TAPS):
+                # The input `lag` steps ago; 0 if that was in another episode.
+                earlier = torch.cat((before[:, lag, None], earlier[:, : time - 1]), 1)
+                earlier = torch.where(fresh, 0.0, earlier)
+                mixed = torch.addcmul(mixed, earlier, self.taps[layer, lag])
+                kept.append(earlier[:, -1])
+            gates = scan.gates[0](silu(mixed))
+            hidden = gated_scan(gates, episode_start, before[:, 0])
+            inputs = inputs + hidden
+            last.append(torch.cat((hidden[:, -1], *kept[: TAPS - 1]), dim=-1))
         return inputs, torch.stack(last, dim=1)
 
 
-class LSTM(Stepped):
+class Cells(nn.Module):
+    """Recurrent cells of torch, run over whole rows; each layer adds to its input.
+
+    A row has several episodes, but torch cannot reset a state inside a row. So a step
+    is inserted before each episode whose gates set the state to exactly 0, and rows
+    with fewer episodes are filled up with steps whose gates keep the state. These
+    steps are selected by two more input columns; a third one holds the bias of all
+    other steps.
+    """
+
+    controls: Tensor
+
+    def __init__(self, cells: list[nn.GRUCell] | list[nn.LSTMCell], parts: int) -> None:
+        super().__init__()
+        width = cells[0].hidden_size
+        self.state_shape = (len(cells), parts * width)
+        self.parts = parts
+        """Tensors in the state of a cell: 1 for GRU, 2 for LSTM."""
+        self.cells = nn.ModuleList(cells)
+        # Gates of a GRU: reset, update (1 keeps the state), candidate. Of an LSTM:
+        # input, forget, candidate, output.
+        clear, keep = (SHUT, SHUT, 0.0), (0.0, -SHUT, 0.0)
+        if parts == 2:
+            clear, keep = (SHUT, SHUT, 0.0, SHUT), (SHUT, -SHUT, 0.0, 0.0)
+        controls = torch.tensor([clear, keep]).repeat_interleave(width, 1).T
+        self.register_buffer("controls", controls.contiguous(), persistent=False)
+
+    def forward(
+        self,
+        inputs: Float[Tensor, "env time width"],
+        episode_start: Bool[Tensor, "env time"],
+        state: Float[Tensor, "env layer state"],
+    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+        """Run over `inputs` from `state`."""
+        # Select, do not multiply: a stale state may hold anything.
+        state = torch.where(episode_start[:, :1, None], 0.0, state)
+        places, controls = self._places(episode_start)
+        last = []
+        for layer, cell in enumerate(self.cells):
+            ones = inputs.new_ones(*inputs.shape[:2], 1)
+            rows = torch.cat((inputs, ones), dim=-1)
+            if controls is not None:
+                rows = rows.new_zeros(*controls.shape[:2], rows.shape[-1]).scatter(
+                    1, places.unsqueeze(-1).expand_as(rows), rows
+                )
+                rows = torch.cat((rows, controls), dim=-1)
+            outputs, held = self._run(cell, rows, state[:, layer])
+            if controls is not None:
+                rows_of = torch.arange(len(places), device=places.device)
+                outputs = outputs[rows_of[:, None], places]
+            inputs = inputs + outputs
+            last.append(torch.cat((outputs[:, -1], *held[1:]), dim=-1))
+        return inputs, torch.stack(last, dim=1)
+
+    def _places(
+        self, episode_start: Bool[Tensor, "env time"]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Where steps go in the longer rows, and the columns that select the others."""
+        envs, time = episode_start.shape
+        resets = episode_start[:, 1:].cumsum(1)
+        # Only the CPU is asked how many there are; elsewhere there is room for all.
+        on_cpu = (
+            episode_start.device.type == "cpu" and not torch.compiler.is_compiling()
+        )
+        extra = int(resets[:, -1].max()) if on_cpu and time > 1 else time - 1
+        steps = torch.arange(time, device=episode_start.device).expand(envs, time)
+        if not extra:
+            return steps, None
+        places = steps + torch.cat((resets.new_zeros(envs, 1), resets), dim=1)
+        rows = self.controls.new_ones(envs, time + extra)
+        all_ = torch.arange(time + extra, device=rows.device)
+        empty = rows.scatter(1, places, 0.0)
+        beyond = all_ > places[:, -1:]
+        clear, keep = empty * ~beyond, empty * beyond
+        return places, torch.stack((clear, keep), dim=-1)
+
+    def _run(
+        self, cell: nn.Module, rows: Tensor, state: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs `[env, time, width]` and the last state of one layer."""
+        columns = [cell.weight_ih, cell.bias_ih[:, None]]
+        if rows.shape[-1] > cell.input_size + 1:
+            columns.append(self.controls)
+        bias = torch.zeros_like(cell.bias_ih)
+        weights = [torch.cat(columns, dim=1), cell.weight_hh, bias, cell.bias_hh]
+        held = [part[None].contiguous() for part in state.chunk(self.parts, dim=-1)]
+        options = (weights, True, 1, 0.0, self.training, False, False)
+        rows = rows.transpose(0, 1)
+        if self.parts == 1:
+            outputs, hidden = torch.gru(rows, held[0], *options)
+            return outputs.transpose(0, 1), (hidden[0],)
+        outputs, hidden, inner = torch.lstm(rows, held, *options)
+        return outputs.transpose(0, 1), (hidden[0], inner[0])
+
+
+class LSTM(Cells):
     """A long short-term memory."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
@@ -97,7 +207,7 @@ class LSTM(Stepped):
         super().__init__(cells, 2)
 
 
-class GRU(Stepped):
+class GRU(Cells):
     """A gated recurrent unit."""
 
     def __init__(self, width: int, layers: int = 1) -> None:
@@ -134,10 +244,11 @@ def _log_spans(width: int) -> Float[Tensor, " width"]:
     return torch.linspace(0.0, math.log(LONGEST_SPAN), width)
 
 
-AnyMemory = MinGRU | GRU | LSTM | NoMemory
-MemoryName = Literal["mingru", "gru", "lstm", "none"]
+AnyMemory = MinGRU | ConvMinGRU | GRU | LSTM | NoMemory
+MemoryName = Literal["mingru", "conv-mingru", "gru", "lstm", "none"]
 MEMORIES: Final[dict[str, type[AnyMemory]]] = {
     "mingru": MinGRU,
+    "conv-mingru": ConvMinGRU,
     "gru": GRU,
     "lstm": LSTM,
     "none": NoMemory,

@@ -1,0 +1,47 @@
+"""Memories step by step: one cell call or one sum per step, reset by selection."""
+
+import torch
+from torch.nn.functional import silu
+
+
+def cells(memory, inputs, episode_start, state):
+    """GRU and LSTM as a loop over steps."""
+    last = []
+    for layer, cell in enumerate(memory.cells):
+        held, outputs = state[:, layer].chunk(memory.parts, dim=-1), []
+        for time in range(inputs.shape[1]):
+            fresh = episode_start[:, time, None]
+            held = tuple(torch.where(fresh, 0.0, part) for part in held)
+            after = cell(inputs[:, time], held if memory.parts > 1 else held[0])
+            held = after if memory.parts > 1 else (after,)
+            outputs.append(held[0])
+        inputs = inputs + torch.stack(outputs, dim=1)
+        last.append(torch.cat(held, dim=-1))
+    return inputs, torch.stack(last, dim=1)
+
+
+def conv_mingru(memory, inputs, episode_start, state):
+    """ConvMinGRU as a loop over environments and steps."""
+    envs, _, width = inputs.shape
+    last = []
+    for layer, scan in enumerate(memory.scans):
+        rows, ends = [], []
+        for env in range(envs):
+            hidden, *seen = state[env, layer].split(width)  # the newest input first
+            outputs = []
+            for x, fresh in zip(inputs[env], episode_start[env], strict=True):
+                if fresh:
+                    hidden, seen = torch.zeros_like(hidden), []
+                taps = memory.taps[layer][: 1 + len(seen)]
+                mixed = memory.bias[layer] + (taps * torch.stack([x, *seen])).sum(0)
+                gate, candidate = scan.gates[0](silu(mixed)).chunk(2)
+                z = torch.sigmoid(gate)
+                hidden = (1 - z) * hidden + (z * (2 - z)).sqrt() * candidate
+                outputs.append(x + hidden)
+                seen = [x, *seen][: len(memory.taps[layer]) - 1]
+            missing = [torch.zeros_like(x)] * (len(memory.taps[layer]) - 1 - len(seen))
+            rows.append(torch.stack(outputs))
+            ends.append(torch.cat([hidden, *seen, *missing]))
+        inputs = torch.stack(rows)
+        last.append(torch.stack(ends))
+    return inputs, torch.stack(last, dim=1)
