@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "NaN passes an episode boundary",
         "scan.py",
-        "y[row, now, lane] = value if keep == 0 else carried",
-        "y[row, now, lane] = carried",
+        "y[lane] = write if fresh else carried",
+        "y[lane] = carried",
         SCAN,
     ),
     Mutant(
