@@ -202,13 +202,6 @@ MUTANTS = (
         f"{COHORT}::test_a_cohort_is_separate_trainings",
     ),
     Mutant(
-        "a row beyond the last one reaches a kernel",
-        "environment/cohort.py",
-        "low < 0 or high >= count",
-        "low < 0 or high > count",
-        f"{COHORT}::test_what_a_kernel_would_read_out_of_bounds_is_refused",
-    ),
-    Mutant(
         "new units are read by others from the start",
         "environment/cohort.py",
         "self._move(env, grown)\n        own",

@@ -293,7 +293,7 @@ def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:
 def _log_depth(
     decay: Tensor, inputs: Tensor, initial: Tensor, *, reverse: bool = False
 ) -> Tensor:
-    """Return the recurrence, forwards or backwards, in about 2 log2(time) parallel steps."""
+    """Return the recurrence in either direction, in about 2 log2(time) steps."""
     if reverse:
         decay, inputs = decay.flip(1), inputs.flip(1)
     start = _step(decay[:, :1], initial.unsqueeze(1), inputs[:, :1])
