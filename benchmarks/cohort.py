@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 from benchmarks import timing
 from benchmarks.timing import Report, alternate, micro
 from esper.contracts.stages import Stage
-from esper.environment.cohort import Cohort, SeedSchedule
+from esper.environment.cohort import Cohort
 from esper.tasks.hosts import CnnHost, Host, MlpHost
 from tests.references.cohort import PlainNetwork
 
@@ -84,10 +84,10 @@ class Cohorts:
                 if plain:
                     self.hosts[env].plant(slot, weight, bias)
         steps = (case.envs, case.steps, self.cohort.slots)
-        self.schedule = SeedSchedule(
-            *(part[:, None].expand(steps).contiguous() for part in
-              (self.alpha, self.training))
-        )  # fmt: skip
+        self.schedule = [
+            part[:, None].expand(steps).contiguous()
+            for part in (self.alpha, self.training)
+        ]
         self.features = torch.randn(EXAMPLES, *host.shape, generator=chance)
         self.labels = torch.randint(0, host.num_outputs, (EXAMPLES,), generator=chance)
         self.picked = torch.randint(
@@ -101,8 +101,8 @@ class Cohorts:
         """All minibatches until the next decision, as a cohort."""
         flat = self.features.flatten(1).unsqueeze(0)
         return self.cohort.train(
-            flat, self.labels.unsqueeze(0), self.picked, self.schedule, self.rates
-        ).losses
+            flat, self.labels.unsqueeze(0), self.picked, *self.schedule, self.rates
+        )[0]
 
     def one_by_one(self) -> None:
         """One minibatch of every host, prepared beforehand."""

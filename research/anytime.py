@@ -48,7 +48,7 @@ from torch import Generator
 from benchmarks import timing
 from benchmarks.timing import Report, alternate
 from esper.contracts.errors import unknown
-from esper.environment.cohort import Cohort, SeedSchedule
+from esper.environment.cohort import Cohort
 from esper.evaluation.sizes import best_size, best_sizes, halved
 from esper.evaluation.statistics import Interval, mean_interval
 from esper.tamiyo.schedule import Schedule
@@ -363,9 +363,8 @@ def seconds_per_batch(study: Study, share: float) -> dict[str, float]:
     rows = task.splits(0).train
     x, y = rows.features.flatten(1).float(), rows.labels
     picked = torch.randint(0, len(y), (1, 8, task.batch), generator=chance)
-    still = SeedSchedule(
-        torch.zeros(1, 8, cohort.slots), torch.zeros(1, 8, cohort.slots).bool()
-    )
+    alpha = torch.zeros(1, 8, cohort.slots)
+    still = alpha, alpha.bool()
     rates = torch.full((1, 8), 1e-3)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
 
@@ -377,7 +376,7 @@ def seconds_per_batch(study: Study, share: float) -> dict[str, float]:
 
     best = alternate(
         {
-            "engine": lambda: cohort.train(x[None], y[None], picked, still, rates),
+            "engine": lambda: cohort.train(x[None], y[None], picked, *still, rates),
             "PyTorch": plain,
         },
         seconds=0.2,

@@ -27,7 +27,6 @@ from esper.runs.progress import Progress
 from esper.runs.streams import stream
 from esper.runs.train_config import SIMULATED, Budget, TrainConfig, preset
 from esper.tamiyo.policy.network import PolicyConfig
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rollout import play
 from esper.tamiyo.rule_based import (
     Never,
@@ -36,10 +35,11 @@ from esper.tamiyo.rule_based import (
     next_actions,
     size_scores,
 )
-from esper.testing.simulated import SimulatedWorld, draw_instances
+from esper.testing.simulated import draw_instances
 from esper.training.controller_ppo import controller_loop
 from esper.training.worlds import mixture_for, steps_of
-from research.optimum import best_memoryless_returns, optimal_returns
+from research.optimum import GivenWorld, best_memoryless_returns, optimal_returns
+from tests.rollouts import GreedyPolicy
 
 SLOW_BLEND: Final = blend_distances("ADD", "SLOW", "FULL", "SLOW", "SIGMOID")
 """As slowly as the world allows, and fully."""
@@ -149,7 +149,7 @@ def _arms(kind: str, controllers: Mapping[str, Controller]) -> dict[str, Floats]
     instances = draw_instances(num, generator, torch.full((num,), hidden))
     found = {}
     for name, controller in controllers.items():
-        world = SimulatedWorld.from_instances(instances)
+        world = GivenWorld(instances)
         found[name] = play(world, controller, stream(0, "judging")).double().numpy()
     if "never" in controllers:
         found[OPTIMUM] = optimal_returns(instances).numpy()

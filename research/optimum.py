@@ -12,7 +12,7 @@ Time is seen, so each observation comes once and the return is linear in the pol
 each: no stochastic policy does better than the best deterministic one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +25,7 @@ from esper.contracts.actions import HEAD, HEADS, RELEVANT, Op
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.kernels import kernel
-from esper.testing.simulated import HORIZON, Instances, exchanged
+from esper.testing.simulated import HORIZON, Instances, SimulatedWorld
 from esper.testing.slot_tables import (
     ACTS,
     LIFE,
@@ -52,6 +52,41 @@ class Plans:
     """The action at each step of the horizon; WAIT before an instance's start."""
 
 
+class GivenWorld(SimulatedWorld):
+    """A world whose environment i plays instance i in every episode."""
+
+    def __init__(self, instances: Instances, *, device: str = "cpu") -> None:
+        if (instances.clock >= HORIZON).any():
+            raise InvalidInputError(
+                f"instances must start before step {HORIZON}, got one that starts at "
+                f"{int(instances.clock.max())}."
+            )
+        super().__init__(len(instances), device=device)
+        self._given = instances
+
+    def _draw(self) -> Instances:
+        return self._given
+
+    @property
+    def rest(self) -> Instances:
+        """Rest of the current episodes, as instances that start now."""
+        state = self._current()
+        return replace(
+            state.instances,
+            life=state.life,
+            blueprint=state.blueprint,
+            style=state.style,
+            clock=self._clock.to(self._device),
+        )
+
+
+def exchanged(instances: Instances) -> Instances:
+    """The instances with good and bad hidden blueprints exchanged."""
+    swapped = instances.gain[:, :, [0, 2, 1]]
+    gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)
+    return replace(instances, gain=gain)
+
+
 def optimal_returns(instances: Instances) -> Float64[Tensor, " env"]:
     """The best return of each instance."""
     return optimal_plans(instances).returns
@@ -59,7 +94,6 @@ def optimal_returns(instances: Instances) -> Float64[Tensor, " env"]:
 
 def optimal_plans(instances: Instances) -> Plans:
     """A best plan for each instance, and its return."""
-    instances = instances.to("cpu")
     task = Task.of(instances)
     returns, slots, moves = plan_slots(
         task.value,
@@ -86,7 +120,6 @@ def best_memoryless_plans(instances: Instances) -> Plans:
     The returns are averages over the instance and its twin; the actions are those in
     the instance itself. Plans for `exchanged(instances)` are of the same policy.
     """
-    instances = instances.to("cpu")
     if not instances.hidden.all():
         env = int(instances.hidden.logical_not().nonzero()[0])
         raise InvalidInputError(

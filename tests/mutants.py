@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "NaN passes an episode boundary",
         "scan.py",
-        "y[row, now, lane] = value if keep == 0 else carried",
-        "y[row, now, lane] = carried",
+        "y[lane] = write if fresh else carried",
+        "y[lane] = carried",
         SCAN,
     ),
     Mutant(
@@ -200,13 +200,6 @@ MUTANTS = (
         "w[i] -= shrink * w[i] + far *",
         "w[i] -= far *",
         f"{COHORT}::test_a_cohort_is_separate_trainings",
-    ),
-    Mutant(
-        "a row beyond the last one reaches a kernel",
-        "environment/cohort.py",
-        "low < 0 or high >= count",
-        "low < 0 or high > count",
-        f"{COHORT}::test_what_a_kernel_would_read_out_of_bounds_is_refused",
     ),
     Mutant(
         "new units are read by others from the start",

@@ -253,3 +253,13 @@ def evaluate_batch(policy: TamiyoPolicy, batch: SequenceBatch) -> Evaluation:
         batch.episode_start,
         batch.state,
     )
+
+
+class GreedyPolicy:
+    """A controller that takes the likeliest choice of every head of a policy."""
+
+    def __init__(self, policy: TamiyoPolicy) -> None:
+        self.policy = policy
+
+    def decide(self, observation, masks, state, generator):
+        return self.policy.decide(observation, masks, state, None)

@@ -24,44 +24,11 @@ from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
 
 Array = NDArray[Any]
-Gradients = tuple[Tensor, Tensor, Tensor, None, None]
 Rollout = namedtuple(
     "Rollout", "rewards values dones truncated step_counts final_values last_values"
 )
 FLOATS: Final = (torch.float32, torch.float64)
 LEAST_WRITE: Final = 1e-30  # sqrt has an infinite slope at 0
-
-
-def scan(
-    decay: Float[Tensor, "env time *hidden"],
-    inputs: Float[Tensor, "env time *hidden"],
-    initial: Float[Tensor, " env *hidden"] | None = None,
-    *,
-    reverse: bool = False,
-) -> Float[Tensor, "env time *hidden"]:
-    """Return y_t = decay_t * y_{t-1} + inputs_t; differentiable in all arguments.
-
-    Where decay is exactly 0, neither values nor gradients pass, not even NaN or inf.
-    Half precision is not supported, because errors add up along time.
-
-    Args:
-        decay: Factor of the previous y, in the shape of `inputs`.
-        inputs: float32 or float64, `[env, time]` or `[env, time, hidden]`.
-        initial: y before the first step; zeros if None.
-        reverse: Run from the last step to the first.
-    """
-    _require_recurrence(decay, inputs, initial)
-    if inputs.numel() == 0:
-        return decay * inputs  # empty, but part of the graph
-    if initial is None:
-        initial = inputs.new_zeros(inputs.shape[:1] + inputs.shape[2:])
-    if inputs.shape[1] == 1 and not torch.is_grad_enabled():
-        return _step(decay, initial.unsqueeze(1), inputs)
-    on_cpu = inputs.device.type == "cpu"
-    if inputs.ndim == 3:
-        return _recur(decay, inputs, initial, reverse, on_cpu)
-    # Use environments as the hidden axis of one row, because that axis is fastest.
-    return _recur(decay.T[None], inputs.T[None], initial[None], reverse, on_cpu)[0].T
 
 
 def gated_scan(
@@ -96,7 +63,10 @@ def _gated_by_scan(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Ten
     # Select, do not multiply: an old state may be NaN.
     decay = torch.where(episode_start.unsqueeze(-1), 0.0, 1.0 - update)
     size = (update * (2.0 - update)).clamp(min=LEAST_WRITE)
-    return scan(decay, size.sqrt() * candidate, initial)
+    inputs = size.sqrt() * candidate
+    if gates.shape[1] == 1 and not torch.is_grad_enabled():
+        return _step(decay, initial.unsqueeze(1), inputs)
+    return _scan(decay, inputs, initial)
 
 
 def gae(
@@ -152,7 +122,7 @@ def gae(
 
 
 class _Scan(torch.autograd.Function):
-    """The recurrence and its gradient."""
+    """The recurrence in log depth, and its gradient."""
 
     @staticmethod
     def forward(
@@ -160,52 +130,27 @@ class _Scan(torch.autograd.Function):
         decay: Float[Tensor, "env time hidden"],
         inputs: Float[Tensor, "env time hidden"],
         initial: Float[Tensor, "env hidden"],
-        reverse: bool,
-        compiled: bool,
     ) -> Float[Tensor, "env time hidden"]:
         """Return y."""
-        if compiled:
-            y = inputs.new_empty(inputs.shape)
-            arrays = (x.detach().contiguous() for x in (decay, inputs, initial, y))
-            _recur_rows(*(x.numpy() for x in arrays), reverse)
-        else:
-            y = _log_depth(decay, inputs, initial, reverse)
+        y = _log_depth(decay, inputs, initial)
         ctx.save_for_backward(decay, y, initial)
-        ctx.reverse, ctx.compiled = reverse, compiled
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Gradients:  # noqa: ANN401
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
         """Return the gradients of decay, inputs and initial."""
         decay, y, initial = ctx.saved_tensors
-        reverse, compiled = ctx.reverse, ctx.compiled
-        if compiled and not torch.is_grad_enabled():
-            return _gradients(decay, y, initial, grad, reverse)
         zero = torch.zeros_like(initial)
         # `initial` acts as the input of a step before the first one.
         start, gap = initial.unsqueeze(1), zero.unsqueeze(1)
-        ahead, sums, before = (decay, gap), (gap, grad), (start, y[:, :-1])
-        if reverse:
-            ahead, sums, before = (gap, decay), (grad, gap), (y[:, 1:], start)
-        total = _recur(
-            torch.cat(ahead, 1), torch.cat(sums, 1), zero, not reverse, compiled
-        )
-        grad_initial = total[:, -1] if reverse else total[:, 0]
-        total = total[:, :-1] if reverse else total[:, 1:]
-        return total * torch.cat(before, 1), total, grad_initial, None, None
+        ahead, sums = torch.cat((decay, gap), 1), torch.cat((gap, grad), 1)
+        total = _log_depth(ahead, sums, zero, reverse=True)
+        before = torch.cat((start, y[:, :-1]), 1)
+        return total[:, 1:] * before, total[:, 1:], total[:, 0]
 
 
-_recur: Final[Callable[..., Tensor]] = _Scan.apply
-
-
-def _gradients(
-    decay: Tensor, y: Tensor, initial: Tensor, grad: Tensor, reverse: bool
-) -> Gradients:
-    """Return the gradients of `_Scan` in one pass; not differentiable."""
-    given = [x.detach().contiguous() for x in (decay, y, initial, grad)]
-    results = [x.new_empty(x.shape) for x in (decay, y, initial)]
-    _recur_gradients(*(x.numpy() for x in (*given, *results)), reverse)
-    return results[0], results[1], results[2], None, None
+_scan: Final[Callable[..., Tensor]] = _Scan.apply
 
 
 class _Gated(torch.autograd.Function):
@@ -253,56 +198,6 @@ def _gated_forward(
 def _by_time(x: Tensor) -> Tensor:
     """Return contiguous `[time, env]`, copied only if necessary."""
     return (x.T if x.ndim == 2 else x).detach().contiguous()
-
-
-@kernel
-def _recur_rows(
-    decay: Array, inputs: Array, initial: Array, y: Array, reverse: bool
-) -> None:
-    """The recurrence on `[row, time, lane]`."""
-    rows, time, lanes = inputs.shape
-    for row in range(rows):
-        for step in range(time):
-            now = time - 1 - step if reverse else step
-            before = now + 1 if reverse else now - 1
-            for lane in range(lanes):
-                carried = initial[row, lane] if step == 0 else y[row, before, lane]
-                keep, value = decay[row, now, lane], inputs[row, now, lane]
-                carried = keep * carried + value
-                y[row, now, lane] = value if keep == 0 else carried
-
-
-@kernel
-def _recur_gradients(
-    decay: Array,
-    y: Array,
-    initial: Array,
-    grad: Array,
-    grad_decay: Array,
-    grad_inputs: Array,
-    grad_initial: Array,
-    reverse: bool,
-) -> None:
-    """Gradients of the recurrence on `[row, time, lane]`."""
-    rows, time, lanes = y.shape
-    start = time - 1 if reverse else 0
-    for row in range(rows):
-        for step in range(time):
-            now = step if reverse else time - 1 - step
-            after, before = (now - 1, now + 1) if reverse else (now + 1, now - 1)
-            for lane in range(lanes):
-                total = grad[row, now, lane]
-                if step > 0:
-                    keep = decay[row, after, lane]
-                    carried = keep * grad_inputs[row, after, lane] + total
-                    total = total if keep == 0 else carried
-                value = initial[row, lane] if now == start else y[row, before, lane]
-                grad_inputs[row, now, lane] = total
-                grad_decay[row, now, lane] = total * value
-        for lane in range(lanes):
-            keep = decay[row, start, lane]
-            carried = keep * grad_inputs[row, start, lane]
-            grad_initial[row, lane] = 0 if keep == 0 else carried
 
 
 @kernel
@@ -395,8 +290,10 @@ def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:
     return torch.where(decay == 0, inputs, decay * before + inputs)
 
 
-def _log_depth(decay: Tensor, inputs: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-    """Return the recurrence, in about 2 log2(time) parallel steps."""
+def _log_depth(
+    decay: Tensor, inputs: Tensor, initial: Tensor, *, reverse: bool = False
+) -> Tensor:
+    """Return the recurrence in either direction, in about 2 log2(time) steps."""
     if reverse:
         decay, inputs = decay.flip(1), inputs.flip(1)
     start = _step(decay[:, :1], initial.unsqueeze(1), inputs[:, :1])
@@ -407,7 +304,7 @@ def _log_depth(decay: Tensor, inputs: Tensor, initial: Tensor, reverse: bool) ->
 def _combine_pairs(decay: Tensor, inputs: Tensor) -> Tensor:
     """Combine pairs of steps, solve for the odd steps, then fill in the even ones."""
     time = inputs.shape[1]
-    if time == 1:
+    if time <= 1:
         return inputs
     even, odd, third = slice(0, time // 2 * 2, 2), slice(1, None, 2), slice(2, None, 2)
     both = _step(decay[:, odd], decay[:, even], torch.zeros_like(decay[:, odd]))
@@ -434,7 +331,9 @@ def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, 
         deltas = torch.where(valid, rewards + gamma * following - values, 0.0)
         goes_on = valid & ~(dones | truncated | is_last)
         decay = torch.where(goes_on, torch.full_like(deltas, gamma * lam), 0.0)
-        advantages = _log_depth(decay, deltas, torch.zeros_like(last_values), True)
+        advantages = _log_depth(
+            decay, deltas, torch.zeros_like(last_values), reverse=True
+        )
         return advantages, torch.where(valid, advantages + values, 0.0)
 
 
@@ -499,20 +398,6 @@ def _gae_lanes(
         trace[env] = delta + carried
         advantages[time, env] = delta + carried
         returns[time, env] = delta + carried + value
-
-
-def _require_recurrence(decay: Tensor, inputs: Tensor, initial: Tensor | None) -> None:
-    """Check the arguments of `scan`."""
-    shape = inputs.shape
-    if len(shape) not in (2, 3):
-        raise InvalidInputError(
-            "inputs must be [env, time] or [env, time, hidden], got shape "
-            f"{tuple(shape)}. Reshape them."
-        )
-    _require_kind("inputs", inputs, inputs, shape, *FLOATS)
-    _require_kind("decay", decay, inputs, shape, inputs.dtype)
-    if initial is not None:
-        _require_kind("initial", initial, inputs, shape[:1] + shape[2:], inputs.dtype)
 
 
 def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> None:

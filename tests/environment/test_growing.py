@@ -24,7 +24,7 @@ from esper.tasks.data import Data, split
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from tests.census import changed, fixed
-from tests.references.torch_engine import TorchCohort
+from tests.references.torch_engine import TorchCohort, layer
 
 HORIZON, CLASSES = 4, 3
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -388,7 +388,7 @@ def test_new_units_are_as_large_as_he_s_rule_says_whatever_the_host_s():
     world.cohort.values.mul_(7.0)
     say(world, action(Op.GERMINATE, 0, 3))
     say(world, action(Op.GERMINATE, 1, 3))
-    first, second = (world.cohort.layer(0, place)[0] for place in (0, 1))
+    first, second = (layer(world.cohort, 0, place)[0] for place in (0, 1))
     for weight, inputs in ((first, 5), (second, 24)):
         new = weight[6:]
         assert new.shape == (18, inputs, 1)

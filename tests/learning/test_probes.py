@@ -12,10 +12,10 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import compute_features
 from esper.tamiyo.policy.network import PolicyConfig
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rollout import play
 from esper.training.controller_ppo import controller_loop
 from esper.training.loop import OnRoundEnd
+from tests.rollouts import GreedyPolicy
 from tests.worlds import ProbeWorld
 
 pytestmark = pytest.mark.learns

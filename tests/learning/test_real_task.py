@@ -9,12 +9,12 @@ from esper.evaluation.summary import FEW_ROUNDS, return_trend
 from esper.runs.progress import sparkline
 from esper.runs.train_config import Budget, Learner, TrainConfig
 from esper.simic.agent.ppo import PPOConfig
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tasks.hosts import MlpHost
 from esper.tasks.task import Task
 from esper.tasks.teacher import Teacher, teacher
 from esper.training.controller_ppo import controller_loop
 from esper.training.loop import OnRoundEnd
+from tests.rollouts import GreedyPolicy
 
 ROUNDS = 5 * FEW_ROUNDS
 BOLD = PPOConfig(

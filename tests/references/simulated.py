@@ -263,3 +263,8 @@ def plain_seed(instances, lives, env, slot):
         "blueprint": int(instances.blueprint[env, slot]),
         "style": int(instances.style[env, slot]),
     }
+
+
+def legal_in(world, actions):
+    """Whether each action is legal in a simulated world now."""
+    return world._act(world._current(), actions)[2]

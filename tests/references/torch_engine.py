@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64, Num
 from torch import Tensor
 
-from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
+from esper.environment.cohort import Cohort
 from esper.environment.engine import B1, B2, EPS, REST1, REST2
 from esper.environment.network_layout import NetworkLayout
 from esper.tasks.hosts import CONV
@@ -18,20 +18,40 @@ from esper.tasks.hosts import CONV
 class TorchCohort(Cohort):
     """A cohort that trains and scores with autograd, network by network."""
 
-    def train(self, features, labels, picked, seeds, rates, steps=None):
+    def train(self, features, labels, picked, alpha, training, rates, steps=None):
         """Train every host; see `Cohort.train`."""
-        self._check_rows(features, labels)
         if steps is None:
             steps = torch.full((self.envs,), picked.shape[1])
-        return train(self, features, labels, picked, steps, seeds, rates)
+        return train(self, features, labels, picked, steps, alpha, training, rates)
 
     def score(self, features, labels, alpha, wanted=None):
         """Score every host; see `Cohort.score`."""
-        self._check_rows(features, labels)
         if wanted is None:
             wanted = torch.full((self.envs,), labels.shape[1])
         found = measure(self, features, labels, alpha.to(self.values.dtype), wanted)
         return self._share(found, labels, wanted)
+
+
+def indices(layout: NetworkLayout, layer: int) -> tuple[Tensor, Tensor]:
+    """Positions of a layer's weights `[out, in, tap]` and biases in the vector."""
+    own = layout.layers[layer]
+    bias = torch.empty(own["outputs"], dtype=torch.int64)
+    weight = bias.new_empty(own["outputs"], own["inputs"], own["taps"])
+    for block in layout.blocks[own["biases"] : own["end"]]:
+        at = int(block["offset"]) + torch.arange(int(block["length"]))
+        out = slice(block["out"], block["out"] + block["outs"])
+        if block["ins"]:
+            into = slice(block["into"], block["into"] + block["ins"])
+            weight[out, into] = at.view(int(block["outs"]), int(block["ins"]), -1)
+        else:
+            bias[out] = at
+    return weight, bias
+
+
+def layer(cohort: Cohort, env: int, index: int) -> tuple[Tensor, Tensor]:
+    """Weights `[out, in, tap]` and biases of a layer, seeds included."""
+    weight, bias = indices(cohort.layouts[env], index)
+    return cohort.values[env, weight], cohort.values[env, bias]
 
 
 def forward(
@@ -46,7 +66,7 @@ def forward(
         x = x.view(-1, own.inputs, own.high, own.wide)
     inputs = None
     for n, own in enumerate(layout.shapes):
-        weight, bias = map(torch.from_numpy, layout.indices(n))
+        weight, bias = indices(layout, n)
         owners = torch.cat(
             [torch.full((part.units,), part.owner) for part in layout.axes[n]]
         )
@@ -81,9 +101,10 @@ def train(
     labels: Num[Tensor, "_ example"],
     picked: Int64[Tensor, "env step row"],
     steps: Int64[Tensor, " env"],
-    seeds: SeedSchedule,
+    alpha: Float[Tensor, "env step slot"],
+    training: Bool[Tensor, "env step slot"],
     rates: Float[Tensor, "env step"],
-) -> TrainingResult:
+) -> tuple[Tensor, Tensor]:
     """Train every host on its minibatches; see `Cohort.train`."""
     losses = cohort.values.new_zeros(cohort.envs)
     shadow_losses = torch.zeros_like(losses)
@@ -97,13 +118,13 @@ def train(
         for step in range(count):
             rows = picked[env, step]
             x, y = features[mine, rows], labels[mine, rows]
-            scale = F.pad(seeds.alpha[env, step].to(w), (1, 0), value=1.0)
+            scale = F.pad(alpha[env, step].to(w), (1, 0), value=1.0)
             vector = w.detach().clone().requires_grad_()
             loss = _loss(forward(layout, vector, x, scale), y)
             (gradient,) = torch.autograd.grad(loss, vector)
             losses[env] += loss.detach()
             move = (scale[out_owner] > 0) & (scale[in_owner] > 0)
-            young = F.pad(seeds.training[env, step], (1, 0))
+            young = F.pad(training[env, step], (1, 0))
             if bool(young.any()):
                 scale = torch.where(young, 1.0, scale)
                 loss = _loss(forward(layout, vector, x, scale), y)
@@ -122,7 +143,7 @@ def train(
             )
         losses[env] /= max(count, 1)
         shadow_losses[env] /= max(shadows, 1)
-    return TrainingResult(losses, shadow_losses)
+    return losses, shadow_losses
 
 
 @torch.no_grad()

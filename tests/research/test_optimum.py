@@ -8,20 +8,21 @@ import torch
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES, RELEVANT, Op
+from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.testing.simulated import (
     HORIZON,
-    SimulatedWorld,
     draw_instances,
-    exchanged,
 )
 from esper.testing.slot_tables import LIFE, LIVES, SPEC, SlotLife
 from research.optimum import (
     FOLLOWING,
     LOOKS,
+    GivenWorld,
     best_memoryless_plans,
     best_memoryless_returns,
+    exchanged,
     optimal_plans,
     optimal_returns,
 )
@@ -29,6 +30,7 @@ from tests.references.simulated import (
     EVERY_ACTION,
     FOSSILIZED,
     PlainHost,
+    legal_in,
     plain_instances,
 )
 
@@ -55,9 +57,13 @@ def hidden():
     return drawn(48, 21, hidden=True)
 
 
+def picked(instances, index):
+    return map_tensors(lambda x: x[index], instances)
+
+
 def played(instances, actions):
     """Returns of a plan."""
-    world = SimulatedWorld.from_instances(instances)
+    world = GivenWorld(instances)
     world.reset()
     return sum(world.step(actions[:, t]).reward.double() for t in range(HORIZON))
 
@@ -86,11 +92,11 @@ def best_of_all_sequences(instances, steps):
         count = len(rest)
         each = torch.arange(count).repeat_interleave(len(ACTIONS))
         action = ACTIONS.repeat(count, 1)
-        world = SimulatedWorld.from_instances(rest.select(each))
+        world = GivenWorld(picked(rest, each))
         world.reset()
-        legal = world.legal(action)
+        legal = legal_in(world, action)
         each, action = each[legal], action[legal]
-        world = SimulatedWorld.from_instances(rest.select(each))
+        world = GivenWorld(picked(rest, each))
         world.reset()
         total = total[each] + world.step(action).reward
         owner = owner[each]
@@ -110,7 +116,7 @@ def test_the_optimum_is_the_best_of_all_action_sequences(num, steps):
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_playing_the_optimal_plan_attains_the_optimum_to_the_bit(is_hidden):
     instances = drawn(64, 30, hidden=is_hidden)
-    world, plans = SimulatedWorld.from_instances(instances), optimal_plans(instances)
+    world, plans = GivenWorld(instances), optimal_plans(instances)
     observation = world.reset()
     total = torch.zeros(64, dtype=torch.float64)
     for _ in range(2 * HORIZON):
@@ -123,7 +129,7 @@ def test_playing_the_optimal_plan_attains_the_optimum_to_the_bit(is_hidden):
 
 def test_the_optimum_does_not_depend_on_the_other_instances(visible, plans):
     some = torch.arange(0, len(visible), 37)
-    alone = optimal_plans(visible.select(some))
+    alone = optimal_plans(picked(visible, some))
     assert torch.equal(alone.returns, plans.returns[some])
     assert torch.equal(alone.actions, plans.actions[some])
 
@@ -143,7 +149,7 @@ def other_choice(world, actions, head):
     for choice in range(SPEC.sizes[head]):
         tried = actions.clone()
         tried[:, head] = choice
-        good = world.legal(tried) & (actions[:, head] != choice) & ~found
+        good = legal_in(world, tried) & (actions[:, head] != choice) & ~found
         changed[good], found = tried[good], found | good
     return changed, found & RELEVANT[actions[:, 0], head]
 
@@ -153,7 +159,7 @@ def test_every_head_matters(head, visible, plans):
     """One other choice of one head costs return, whatever is done afterwards."""
     losers = torch.zeros(len(visible), dtype=torch.bool)
     for t in range(HORIZON - 1):
-        world = SimulatedWorld.from_instances(visible)
+        world = GivenWorld(visible)
         world.reset()
         earned = torch.zeros(len(visible), dtype=torch.float64)
         for before in range(t):
@@ -163,7 +169,7 @@ def test_every_head_matters(head, visible, plans):
         if not found.any():
             continue
         earned += world.step(changed).reward
-        reachable = earned[found] + optimal_returns(world.rest.select(found))
+        reachable = earned[found] + optimal_returns(picked(world.rest, found))
         losers[found] = plans.returns[found] - reachable > 0.01
     assert losers.float().mean() > 0.1
 
@@ -190,7 +196,7 @@ def observations_equal(ours, theirs):
 def test_memoryless_plans_do_the_same_where_they_see_the_same(hidden):
     other = exchanged(hidden)
     ours, theirs = best_memoryless_plans(hidden), best_memoryless_plans(other)
-    worlds = [SimulatedWorld.from_instances(given) for given in (hidden, other)]
+    worlds = [GivenWorld(given) for given in (hidden, other)]
     seen = [world.reset() for world in worlds]
     total, alike = torch.zeros(len(hidden), dtype=torch.float64), 0
     for t in range(HORIZON):

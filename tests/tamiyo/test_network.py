@@ -15,10 +15,10 @@ from esper.contracts.slots import SlotConfig
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from tests.rollouts import (
     SPEC,
     TINY,
+    GreedyPolicy,
     evaluate,
     make_policy,
     random_observation,

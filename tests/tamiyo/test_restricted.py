@@ -10,10 +10,9 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.slots import SlotConfig
 from esper.tamiyo.policy.action_masks import compute_masks
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.restricted import Restricted
 from esper.tamiyo.rule_based import Random
-from tests.rollouts import make_policy, random_observation
+from tests.rollouts import GreedyPolicy, make_policy, random_observation
 from tests.strategies import action_specs, floats, observations
 from tests.tamiyo.decisions import decide
 

@@ -12,10 +12,17 @@ from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.sampling import GreedyPolicy
 from esper.tamiyo.rollout import play
 from esper.tamiyo.rule_based import Never, Random
-from tests.rollouts import TINY, HashWorld, evaluate, make_buffer, make_policy, take
+from tests.rollouts import (
+    TINY,
+    GreedyPolicy,
+    HashWorld,
+    evaluate,
+    make_buffer,
+    make_policy,
+    take,
+)
 from tests.worlds import ProbeWorld
 
 ENVS, STEPS = 5, 24
@@ -239,7 +246,7 @@ def test_a_world_with_another_action_space_is_refused():
     world = ProbeWorld(2, pay=lambda time, bit, actions: bit)
     buffer = make_buffer(policy, 2, 2)
     live = start(world, policy)
-    with pytest.raises(InvalidInputError, match=r"slots\.stage must be \[2, 3\]"):
+    with pytest.raises(InvalidInputError, match=r"SlotStates.stage must be \[2, 3\]"):
         collect(policy, world, live, buffer, Generator(), policy_version=0)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, Op
+from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.contracts.state import save
@@ -18,10 +19,15 @@ from esper.testing.simulated import (
     HORIZON,
     SimulatedWorld,
     draw_instances,
-    exchanged,
 )
 from esper.testing.slot_tables import LIFE, LIVES, SPEC, mature
-from tests.references.simulated import EVERY_ACTION, PlainHost, plain_instances
+from research.optimum import GivenWorld, exchanged
+from tests.references.simulated import (
+    EVERY_ACTION,
+    PlainHost,
+    legal_in,
+    plain_instances,
+)
 
 ACTIONS = torch.tensor(EVERY_ACTION)
 WAIT = ACTIONS[0]
@@ -39,7 +45,7 @@ KINDS, KIND = ACTIONS[:, :3].unique(dim=0, return_inverse=True)
 def some_legal(world, generator):
     """A random legal action for every environment; every op is as likely."""
     padded = torch.nn.functional.pad(KINDS, (0, ACTIONS.shape[1] - KINDS.shape[1]))
-    every = [world.legal(action.expand(world.num_envs, -1)) for action in padded]
+    every = [legal_in(world, action.expand(world.num_envs, -1)) for action in padded]
     legal = torch.stack(every, dim=1)[:, KIND].double()  # [env, action]
     of_op = torch.nn.functional.one_hot(ACTIONS[:, 0], len(Op)).double()
     weight = legal / (legal @ of_op)[:, ACTIONS[:, 0]].clamp(min=1.0)
@@ -64,7 +70,7 @@ def assert_same_bits(ours, theirs, where=slice(None)):
 @given(st.integers(0, 2**31), st.booleans())
 def test_random_legal_play_agrees_with_the_plain_twin(rng_seed, hidden):
     instances = drawn(8, rng_seed, hidden=hidden)
-    world = SimulatedWorld.from_instances(instances)
+    world = GivenWorld(instances)
     hosts = [PlainHost(row) for row in plain_instances(instances, LIVES)]
     chance, observation = Random(rng_seed), world.reset()
     first, total = torch.tensor([host.phi() for host in hosts]), torch.zeros(8)
@@ -108,7 +114,7 @@ def every_pair():
 
 
 def test_masks_allow_exactly_what_the_world_carries_out_in_every_state():
-    world = SimulatedWorld.from_instances(every_pair())
+    world = GivenWorld(every_pair())
     masks = compute_masks(world.reset(), SPEC)
     seen = set()
     for action in ACTIONS:
@@ -116,7 +122,7 @@ def test_masks_allow_exactly_what_the_world_carries_out_in_every_state():
         masked = masks.op[:, op] & (masks.slot[:, op, slot] | (op == Op.WAIT))
         if op == Op.GERMINATE:
             masked = masked & masks.blueprint[:, slot, blueprint]
-        legal = world.legal(action.expand(world.num_envs, -1))
+        legal = legal_in(world, action.expand(world.num_envs, -1))
         assert torch.equal(legal, masked), action
         seen |= {(op, value) for value in legal.unique().tolist()}
     assert len(seen) == 2 * len(Op) - 1, (
@@ -155,9 +161,9 @@ def test_an_ended_episode_is_followed_by_a_fresh_first_observation():
 
 def test_environments_that_end_at_different_times_do_not_touch_each_other():
     instances = dataclasses.replace(drawn(HORIZON, 4), clock=torch.arange(HORIZON))
-    world = SimulatedWorld.from_instances(instances)
+    world = GivenWorld(instances)
     alone = [
-        SimulatedWorld.from_instances(instances.select(torch.tensor([env])))
+        GivenWorld(map_tensors(lambda x, env=env: x[[env]], instances))
         for env in range(HORIZON)
     ]
     world.reset()
@@ -178,12 +184,12 @@ def test_environments_that_end_at_different_times_do_not_touch_each_other():
 
 
 def test_the_rest_of_an_episode_is_an_instance_that_goes_on_the_same_way():
-    world = SimulatedWorld.from_instances(drawn(64, 6))
+    world = GivenWorld(drawn(64, 6))
     world.reset()
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         observation = world.step(some_legal(world, generator)).observation
-    rest = SimulatedWorld.from_instances(world.rest)
+    rest = GivenWorld(world.rest)
     assert_same_bits(
         dataclasses.replace(observation, episode_start=rest.reset().episode_start),
         rest.reset(),
@@ -203,7 +209,7 @@ def test_damage_is_charged_and_never_seen():
     )
     results = []
     for curve in (0, 2):
-        world = SimulatedWorld.from_instances(instances)
+        world = GivenWorld(instances)
         world.reset()
         prune = torch.tensor([Op.PRUNE, 1, 0, 0, 0, 0, 1, curve]).expand(32, -1)
         results.append(world.step(prune))
@@ -229,8 +235,8 @@ def test_promises_are_the_gains_where_visible_and_unknown_where_hidden():
 
 def test_twins_differ_only_in_a_contribution_that_fades_before_anything_can_be_done():
     instances = drawn(256, 11, hidden=True)
-    one = SimulatedWorld.from_instances(instances)
-    other = SimulatedWorld.from_instances(exchanged(instances))
+    one = GivenWorld(instances)
+    other = GivenWorld(exchanged(instances))
     ours, theirs = one.reset(), other.reset()
     shown = ours.slots.contribution_measured
     assert (shown.sum(1) == 1).all()
@@ -258,12 +264,12 @@ def test_twins_differ_only_in_a_contribution_that_fades_before_anything_can_be_d
 
 def test_an_illegal_action_is_flagged_and_waits():
     instances = drawn(128, 12)
-    world, waiting = (SimulatedWorld.from_instances(instances) for _ in range(2))
+    world, waiting = (GivenWorld(instances) for _ in range(2))
     world.reset(), waiting.reset()
     generator = torch.Generator().manual_seed(0)
     for _ in range(HORIZON):
         wild = torch.randint(-1, 6, (128, 8), generator=generator)
-        legal = world.legal(wild)
+        legal = legal_in(world, wild)
         tame = torch.where(legal.unsqueeze(1), wild, WAIT)
         ours, theirs = world.step(wild), waiting.step(tame)
         assert_same_bits(ours.observation, theirs.observation)
@@ -296,7 +302,7 @@ def test_what_does_not_fit_or_cannot_be_afforded_is_illegal():
         parameters=torch.tensor([0.125, 0.25, 0.5]).expand(2, 2, 3),
         budget=torch.full((2,), 0.25),
     )
-    world = SimulatedWorld.from_instances(instances)
+    world = GivenWorld(instances)
     world.reset()
     plant = torch.tensor([Op.GERMINATE, 1, 0, 0, 1, 0, 0, 0])
     for head, choice in (
@@ -305,7 +311,7 @@ def test_what_does_not_fit_or_cannot_be_afforded_is_illegal():
     ):  # fmt: skip
         wrong = plant.clone()
         wrong[HEAD[head]] = choice
-        assert world.legal(torch.stack([plant, wrong])).tolist() == [True, False]
+        assert legal_in(world, torch.stack([plant, wrong])).tolist() == [True, False]
 
 
 def test_calls_and_arguments_that_cannot_be_meant_are_refused():
@@ -321,7 +327,7 @@ def test_calls_and_arguments_that_cannot_be_meant_are_refused():
     with pytest.raises(
         InvalidInputError, match=r"must start before step 12, got .* at 12"
     ):
-        SimulatedWorld.from_instances(late)
+        GivenWorld(late)
     world = SimulatedWorld(2)
     world.reset()
     with pytest.raises(InvalidInputError, match=r"shape \(2, 8\), got .* \(3, 8\)"):
@@ -331,7 +337,7 @@ def test_calls_and_arguments_that_cannot_be_meant_are_refused():
 def test_no_step_reads_from_the_device():
     """Meta tensors have no values: any read of one raises."""
     late = dataclasses.replace(drawn(4), clock=torch.full((4,), HORIZON - 2))
-    world = SimulatedWorld.from_instances(late, device="meta")
+    world = GivenWorld(late, device="meta")
     world.reset()
     for _ in range(3):  # past an end
         result = world.step(torch.zeros(4, 8, dtype=torch.int64, device="meta"))

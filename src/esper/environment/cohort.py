@@ -6,8 +6,6 @@ environment after the other on the CPU. The result equals N separate trainings a
 not depend on the other environments.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64, Num
@@ -25,25 +23,6 @@ from esper.environment.network_layout import (
 )
 from esper.kernels import require_compiler
 from esper.tasks.hosts import Host
-
-
-@dataclass(frozen=True, slots=True)
-class SeedSchedule:
-    """Alpha and training flag of every seed for each of the next minibatches."""
-
-    alpha: Float[Tensor, "env step slot"]
-    """Weight in the host's own pass; 0 for a seed in training."""
-    training: Bool[Tensor, "env step slot"]
-    """Whether the seed trains in the shadow pass, with weight 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """Mean losses over the minibatches."""
-
-    losses: Float[Tensor, " env"]
-    shadow_losses: Float[Tensor, " env"]
-    """Losses of the shadow passes; 0 if there was none."""
 
 
 class Cohort(Stateful):
@@ -165,12 +144,6 @@ class Cohort(Stateful):
         own = self.layouts[env].layers[place]
         return int(own["inputs"]), int(own["taps"])
 
-    def layer(self, env: int, index: int) -> tuple[Tensor, Tensor]:
-        """Return weights `[out, in, tap]` and biases of a layer, seeds included."""
-        row = self.values[env]
-        weight, bias = self.layouts[env].indices(index)
-        return row[torch.from_numpy(weight)], row[torch.from_numpy(bias)]
-
     def parameters(self) -> Int64[Tensor, " env"]:
         """Return the parameters of every network, seeds included."""
         return torch.tensor([layout.parameters for layout in self.layouts])
@@ -232,31 +205,24 @@ class Cohort(Stateful):
         features: Float[Tensor, "_ example input"],
         labels: Num[Tensor, "_ example"],
         picked: Int64[Tensor, "env step row"],
-        seeds: SeedSchedule,
+        alpha: Float[Tensor, "env step slot"],
+        training: Bool[Tensor, "env step slot"],
         rates: Float[Tensor, "env step"],
         steps: Int64[Tensor, " env"] | None = None,
-    ) -> TrainingResult:
-        """Train every host on its minibatches.
+    ) -> tuple[Float[Tensor, " env"], Float[Tensor, " env"]]:
+        """Train every host; return mean losses of hosts and shadow passes, 0 if none.
 
         Args:
             features: Training rows per environment, or one set for all.
             labels: Classes, or targets if the host has one output.
             picked: Row indices of each minibatch.
-            seeds: Alpha and training flag of the seeds.
+            alpha: Weight of every seed in the host's own pass; 0 for one in training.
+            training: Whether a seed trains in the shadow pass, with weight 1.
             rates: Learning rate of every minibatch.
             steps: Minibatches of each environment; None: all.
         """
-        self._check_rows(features, labels)
-        most = picked.shape[1] if picked.dim() == 3 else 0
-        _check("picked", picked, (self.envs, most, self.batch), torch.int64)
-        _check("rates", rates, (self.envs, most))
-        for name in ("alpha", "training"):
-            _check(name, getattr(seeds, name), (self.envs, most, self.slots))
         if steps is None:
-            steps = torch.full((self.envs,), most)
-        _check("steps", steps, (self.envs,), torch.int64)
-        _check_indices("steps", steps, most + 1)
-        _check_indices("picked", picked, features.shape[1])
+            steps = torch.full((self.envs,), picked.shape[1])
         kind = self.values.dtype
         buffer, bits = self._buffers()
         losses, shadow_losses = engine.train(
@@ -273,11 +239,11 @@ class Cohort(Stateful):
             buffer,
             bits,
             *(self._layers, self._blocks, self._counts),
-            seeds.alpha.to(kind).numpy(),
-            seeds.training.numpy(),
+            alpha.to(kind).numpy(),
+            training.numpy(),
             float(self.decay),
         )
-        return TrainingResult(torch.from_numpy(losses), torch.from_numpy(shadow_losses))
+        return torch.from_numpy(losses), torch.from_numpy(shadow_losses)
 
     def score(
         self,
@@ -295,12 +261,8 @@ class Cohort(Stateful):
             wanted: Number of leading rows to use per environment; None: all. The score
                 of 0 rows is 0.
         """
-        self._check_rows(features, labels)
-        _check("alpha", alpha, (self.envs, self.slots))
         if wanted is None:
             wanted = torch.full((self.envs,), labels.shape[1])
-        _check("wanted", wanted, (self.envs,), torch.int64)
-        _check_indices("wanted", wanted, labels.shape[1] + 1)
         alpha = alpha.to(self.values.dtype)
         found = engine.measure(
             features.numpy(),
@@ -333,25 +295,6 @@ class Cohort(Stateful):
         share = share.nan_to_num(nan=0.0).clamp(0, 1).float()
         return torch.where(wanted > 0, share, 0.0)
 
-    def _check_rows(self, features: Tensor, labels: Tensor) -> None:
-        """Check rows, as compiled loops do not check bounds."""
-        sets, examples = labels.shape if labels.dim() == 2 else (0, 0)
-        if sets not in (1, self.envs):
-            raise InvalidInputError(
-                f"labels must be [1 or {self.envs}, example], got {[*labels.shape]}."
-            )
-        width = self.shapes[0].inputs * self.shapes[0].positions
-        _check("features", features, (sets, examples, width), self.values.dtype)
-        if self.shapes[-1].outputs == 1:
-            if not labels.is_floating_point():
-                raise InvalidInputError(
-                    f"labels of hosts with one output must be floating point, got "
-                    f"{labels.dtype}."
-                )
-            return
-        _check("labels", labels, (sets, examples), torch.int64)
-        _check_indices("labels", labels, self.shapes[-1].outputs)
-
     def _buffers(self) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
         """Buffer for the activations of one environment, also viewed as integers."""
         length = max(layout.activations for layout in self.layouts) * self.batch
@@ -360,23 +303,3 @@ class Cohort(Stateful):
             self._buffer = torch.zeros(length, dtype=self.values.dtype).numpy()
         whole = np.int32 if self._buffer.itemsize == 4 else np.int64
         return self._buffer, self._buffer.view(whole)
-
-
-def _check(
-    name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
-) -> None:
-    """Check shape and dtype, as compiled loops do not check bounds."""
-    if value.shape != shape or (dtype is not None and value.dtype is not dtype):
-        raise InvalidInputError(
-            f"{name} must be {[*shape]} {dtype or 'float'} in this cohort, got "
-            f"{[*value.shape]} {value.dtype}."
-        )
-
-
-def _check_indices(name: str, value: Tensor, count: int) -> None:
-    if value.numel():
-        low, high = (int(end) for end in torch.aminmax(value))
-        if low < 0 or high >= count:
-            raise InvalidInputError(
-                f"{name} must lie in 0..{count - 1}, got {low}..{high} in this cohort."
-            )

@@ -16,7 +16,7 @@ step count for each block:
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
     p <- p - r (w p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
 
-`Cohort` checks shapes, dtypes and indices before it calls these functions.
+Nothing here checks bounds: `Task.splits` checks rows and labels. ESPER_DEBUG=1 does.
 """
 
 import math

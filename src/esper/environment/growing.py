@@ -36,7 +36,7 @@ from esper.contracts.world import (
     VectorWorld,
 )
 from esper.environment.clock import BACKWARD
-from esper.environment.cohort import Cohort, SeedSchedule, TrainingResult
+from esper.environment.cohort import Cohort
 from esper.environment.episode_data import BUDGET_TOLERANCE, EpisodeData
 from esper.environment.settings import (
     LEAST_ERROR,
@@ -81,7 +81,6 @@ class GrowingWorld(Stateful, VectorWorld):
         "never",
     )
     DERIVED = (
-        "trained_lives",
         "trained_steps",
         "trained_macs",
         "looked_rows",
@@ -122,10 +121,8 @@ class GrowingWorld(Stateful, VectorWorld):
         )
         slots = SlotConfig(max_slots=self.cohort.slots, min_age=1)
         self.spec = ActionSpec(slots, chosen, settings.narrowed())
-        self.trained_lives: SeedStates | None = None
-        """Seeds during the last training, also of episodes that ended."""
         self.trained_steps = torch.zeros(num_envs, dtype=torch.int64)
-        """Minibatches of that training."""
+        """Minibatches of the last training, also of episodes that ended."""
         self.trained_macs = torch.zeros(num_envs, dtype=torch.int64)
         """Multiply-adds per row of the networks in that training."""
         self.looked_rows = torch.zeros(num_envs, dtype=torch.int64)
@@ -165,10 +162,10 @@ class GrowingWorld(Stateful, VectorWorld):
             raise InvalidStateError("step() before reset(); call reset() first.")
         check_actions(actions, self.num_envs)
         illegal = self._act(actions.to("cpu", copy=True))
-        trained = self._train()
+        losses, shadow_losses = self._train()
         score = self._score(self.looked_rows)
         # The sum is finite only if all weights are.
-        sums = (trained.losses, trained.shadow_losses, self.cohort.values.sum(dim=1))
+        sums = (losses, shadow_losses, self.cohort.values.sum(dim=1))
         finite = torch.stack(sums).isfinite().all(dim=0)
         before = self._objective()
         net = score - self._episodes.rent * self._added()
@@ -180,7 +177,7 @@ class GrowingWorld(Stateful, VectorWorld):
         reward = gained / self.unit.clamp(min=LEAST_ERROR)
         reward = reward - self.settings.penalty * illegal
         # An interval can be too short for a batch of a large network.
-        losses = torch.where(self.trained_steps > 0, trained.losses, torch.nan)
+        losses = torch.where(self.trained_steps > 0, losses, torch.nan)
         self._track = self._track.after(torch.where(finite, score, 0.0), losses)
         report = None
         if bool(over.any()):
@@ -194,10 +191,6 @@ class GrowingWorld(Stateful, VectorWorld):
             illegal=illegal,
             report=report,
         )
-
-    def loaded(self) -> None:
-        """Forget the last training."""
-        self.trained_lives = None
 
     def _reset_envs(self, envs: Iterable[int]) -> None:
         """Start new episodes with new data, hosts, batch order and terms."""
@@ -304,8 +297,8 @@ class GrowingWorld(Stateful, VectorWorld):
         )
         self.cohort.plant(env, slot, weight, torch.zeros(units))
 
-    def _train(self) -> TrainingResult:
-        """Train until the next decision."""
+    def _train(self) -> tuple[PerEnv, PerEnv]:
+        """Train until the next decision; return mean losses of hosts and shadows."""
         lives, decision = self._lives, self._track.decisions - 1
         compute = self.cohort.macs().to(self._compute) / self.task.unit.macs
         cost = compute if self.clock.kind == "compute" else torch.ones_like(compute)
@@ -327,9 +320,7 @@ class GrowingWorld(Stateful, VectorWorld):
         picked = self._episodes.minibatches(steps, most)
         alpha, training = lifecycle.schedule(lives, most)
         x, y = self._episodes.rows[0]
-        trained = self.cohort.train(
-            x, y, picked, SeedSchedule(alpha, training), rates, steps
-        )
+        losses = self.cohort.train(x, y, picked, alpha, training, rates, steps)
         stops = self._weights[self._track.decisions] > 0
         few = min(LOOKED_ROWS, self._scored_rows)
         self.looked_rows = torch.where(stops, self._scored_rows, few)
@@ -338,11 +329,10 @@ class GrowingWorld(Stateful, VectorWorld):
         passes = steps + trains.minimum(steps) + evaluated * self.settings.charge_eval
         self._compute = self._compute + compute * passes
         self.last_compute = self._compute.clone()
-        self.trained_lives, self.trained_steps = lives, steps
-        self.trained_macs = self.cohort.macs()
+        self.trained_steps, self.trained_macs = steps, self.cohort.macs()
         self._lives = lifecycle.after(lives, steps)
         self._remove_gone(lives)
-        return trained
+        return losses
 
     @property
     def _scored_rows(self) -> int:

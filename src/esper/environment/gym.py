@@ -26,22 +26,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError, InvalidStateError, unknown
 from esper.contracts.features import (
     HOST_COLUMNS,
     OFFER_COLUMNS,
     SLOT_COLUMNS,
     STAGE_COLUMNS,
-    Column,
+    feature_table,
 )
-from esper.contracts.slots import SlotStates
 from esper.contracts.stages import LEGAL, Stage
-from esper.contracts.world import (
-    BlueprintOffers,
-    EpisodeReport,
-    HostStates,
-    Observation,
-)
+from esper.contracts.world import EpisodeReport, Observation
 from esper.environment.growing import GrowingWorld
 from esper.environment.settings import TERMS, WorldSettings, check_count
 from esper.tasks.task import Task
@@ -141,40 +136,41 @@ HOST, SLOT, OFFER = (
 )
 """Features of a host, of a slot, and of a blueprint at a slot."""
 HUGE: Final = 1e8
-"""Clamp of unbounded sizes."""
+"""Replaces infinite sizes."""
 
 
 def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
     """Return the observation of every environment as one row in [-1, 1]."""
+    unlimited = observation.host.budget_left.isinf()
+    observation = map_tensors(
+        lambda x: x.nan_to_num(posinf=HUGE, neginf=-HUGE), observation
+    )
     host, slots, offers = observation.host, observation.slots, observation.offers
-    unlimited = torch.isinf(host.budget_left)
     kinds = torch.arange(offers.fits.shape[2])
     measured = slots.contribution_measured
     one_hot = F.one_hot(slots.stage, len(Stage))
-    return torch.cat(
-        [
-            _columns(
-                HOST,
-                host,
-                budget_left=torch.where(unlimited, 0.0, host.budget_left),
-                budget_unlimited=unlimited,
-            ),
-            _columns(
-                SLOT,
-                slots,
-                contribution=torch.where(measured, slots.contribution, 0.0),
-                **dict(zip(STAGE_COLUMNS, one_hot.unbind(-1), strict=True)),
-            ),
-            _columns(
-                OFFER,
-                offers,
-                affordable=offers.parameters <= host.budget_left[:, None, None],
-                planted=slots.blueprint.unsqueeze(2) == kinds,
-                promise=torch.where(offers.promise_known, offers.promise, 0.0),
-            ),
-        ],
-        dim=1,
+    tables = (
+        feature_table(
+            HOST,
+            host,
+            budget_left=torch.where(unlimited, 0.0, host.budget_left),
+            budget_unlimited=unlimited,
+        ),
+        feature_table(
+            SLOT,
+            slots,
+            contribution=torch.where(measured, slots.contribution, 0.0),
+            **dict(zip(STAGE_COLUMNS, one_hot.unbind(-1), strict=True)),
+        ),
+        feature_table(
+            OFFER,
+            offers,
+            affordable=offers.parameters <= host.budget_left[:, None, None],
+            planted=slots.blueprint.unsqueeze(2) == kinds,
+            promise=torch.where(offers.promise_known, offers.promise, 0.0),
+        ),
     )
+    return torch.cat([table.flatten(1) for table in tables], dim=1)
 
 
 def feature_names(spec: ActionSpec) -> tuple[str, ...]:
@@ -185,20 +181,6 @@ def feature_names(spec: ActionSpec) -> tuple[str, ...]:
         *(f"slot {slot} {c.name}" for slot in slots for c in SLOT),
         *(f"slot {s} {kind} {c.name}" for s in slots for kind in kinds for c in OFFER),
     )
-
-
-def _columns(
-    columns: tuple[Column, ...],
-    record: HostStates | SlotStates | BlueprintOffers,
-    **computed: Tensor,
-) -> Float[Tensor, "env feature"]:
-    """Bounded columns of a record, concatenated."""
-    known = {f.name: getattr(record, f.name) for f in fields(record)} | computed
-    values = torch.stack([known[c.name].float() for c in columns], dim=-1)
-    curves = [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns]
-    plain, bend = torch.tensor(curves).unbind(1)
-    values = values.nan_to_num(nan=0.0).clamp(-HUGE, HUGE)
-    return (values / (plain + bend * values.abs())).clamp(-1.0, 1.0).flatten(1)
 
 
 class _World(GrowingWorld):

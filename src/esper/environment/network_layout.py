@@ -78,21 +78,6 @@ class NetworkLayout:
         """Units of every axis, seeds included; the last is the output."""
         return [sum(part.units for part in axis) for axis in self.axes]
 
-    def indices(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions of a layer's weights `[out, in, tap]` and biases."""
-        own = self.layers[layer]
-        bias = np.empty(own["outputs"], np.int64)
-        weight = np.empty((own["outputs"], own["inputs"], own["taps"]), np.int64)
-        for block in self.blocks[own["biases"] : own["end"]]:
-            at = block["offset"] + np.arange(block["length"])
-            out = slice(block["out"], block["out"] + block["outs"])
-            if block["ins"]:
-                into = slice(block["into"], block["into"] + block["ins"])
-                weight[out, into] = at.reshape(block["outs"], block["ins"], -1)
-            else:
-                bias[out] = at
-        return weight, bias
-
     def shared_with(self, other: "NetworkLayout") -> NDArray[np.bool_]:
         """Return which blocks the other layout has too, in the same order."""
         alive = [HOST, *(seed.slot + 1 for seed in other.seeds)]

@@ -63,102 +63,6 @@ class Random:
         return torch.cat(picked, dim=1), None
 
 
-class Plateau:
-    """Plants when the score has not improved for a while and no seed is growing.
-
-    Args:
-        spec: The action space.
-        patience: Fraction of the horizon without improvement.
-    """
-
-    def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
-        if not 0.0 <= patience <= 1.0:
-            raise InvalidInputError(f"patience must lie in [0, 1], got {patience}.")
-        self.patience = patience
-        self._preference = SizePreference(spec)
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Apply the rules; plant on a plateau."""
-        stage = observation.slots.stage
-        growing = (stage == Stage.TRAINING.value) | (stage == Stage.BLENDING.value)
-        due = (observation.host.plateau >= self.patience) & ~growing.any(dim=1)
-        scores = self._preference.scores(observation.offers, due)
-        return next_actions(observation, masks, scores), None
-
-
-class ByRent:
-    """Widens as soon as possible, as long as the rent stays below a limit.
-
-    Args:
-        spec: The action space.
-        limit: Maximum rent of all added parameters, in units of the score.
-    """
-
-    def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
-        if not limit >= 0.0:
-            raise InvalidInputError(f"limit must be at least 0, got {limit}.")
-        self.limit = limit
-        self._preference = SizePreference(spec)
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant the largest affordable offer."""
-        host, offers = observation.host, observation.offers
-        size = host.added[:, None, None] + offers.parameters
-        affordable = host.rent[:, None, None] * size <= self.limit
-        due = torch.ones_like(observation.episode_start)
-        scores = self._preference.scores(offers, due)
-        scores = torch.where(affordable, scores, -torch.inf)
-        return next_actions(observation, masks, scores, blending=BLEND_AT_ONCE), None
-
-
-class SizePreference:
-    """Scores offers: widening before all others, then by size."""
-
-    def __init__(self, spec: ActionSpec) -> None:
-        # Widenings score in [1.5, 2), all other blueprints in (-1, 1).
-        self._widening = torch.tensor(
-            [
-                2.0 - 1.0 / (1.0 + known.units(NOMINAL_WIDTH))
-                if known.form is Form.WIDEN
-                else 0.0
-                for known in spec.blueprints
-            ]
-        )
-
-    def scores(
-        self, offers: BlueprintOffers, due: Bool[Tensor, " env"] | None = None
-    ) -> Float[Tensor, "env slot blueprint"]:
-        """Return scores in (-1, 2); -inf where planting is not due."""
-        size, kinds = offers.parameters, len(self._widening)
-        if size.shape[2] != kinds:
-            raise InvalidInputError(
-                f"offers must have the {kinds} blueprints of this controller's action "
-                f"space, got {size.shape[2]}. Use the same spec."
-            )
-        widening = self._widening.to(size.device, size.dtype)
-        scores = torch.where(widening > 0.0, widening, size_scores(offers))
-        if due is None:
-            return scores
-        return torch.where(due[:, None, None], scores, -torch.inf)
-
-
-def size_scores(offers: BlueprintOffers) -> Float[Tensor, "env slot blueprint"]:
-    """Return a score in (-1, 1) that increases with the parameters of an offer."""
-    return offers.parameters / (1.0 + offers.parameters.abs())
-
-
 def blend_distances(*preferred: str) -> Float[Tensor, "head choice"]:
     """Return the distance of every choice of `BLEND_HEADS` to the preferred one."""
     widest = max(len(head.choices) for head in BLEND_HEADS)
@@ -180,6 +84,98 @@ STANDARD_BLEND: Final = _default_blend()
 """Blend fully: at once if allowed, else with the tempo nearest to STANDARD."""
 BLEND_AT_ONCE: Final = blend_distances("ADD", "AT_ONCE", "FULL", "INSTANT", "LINEAR")
 """Blend fully with the next batch."""
+
+
+class SizePreference:
+    """Plants the offer that is due: widening before all others, then by size."""
+
+    blending = STANDARD_BLEND
+
+    def __init__(self, spec: ActionSpec) -> None:
+        # Widenings score in [1.5, 2), all other blueprints in (-1, 1).
+        self._widening = torch.tensor(
+            [
+                2.0 - 1.0 / (1.0 + known.units(NOMINAL_WIDTH))
+                if known.form is Form.WIDEN
+                else 0.0
+                for known in spec.blueprints
+            ]
+        )
+
+    def scores(self, offers: BlueprintOffers) -> Float[Tensor, "env slot blueprint"]:
+        """Return scores in (-1, 2)."""
+        size, kinds = offers.parameters, len(self._widening)
+        if size.shape[2] != kinds:
+            raise InvalidInputError(
+                f"offers must have the {kinds} blueprints of this controller's action "
+                f"space, got {size.shape[2]}. Use the same spec."
+            )
+        widening = self._widening.to(size.device, size.dtype)
+        return torch.where(widening > 0.0, widening, size_scores(offers))
+
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Plant what is due; apply the other rules."""
+        scores = self.scores(observation.offers)
+        scores = torch.where(self._due(observation), scores, -torch.inf)
+        return next_actions(observation, masks, scores, self.blending), None
+
+    def _due(self, observation: Observation) -> Bool[Tensor, "env _ _"]:
+        """Return which offers may be planted now."""
+        raise NotImplementedError
+
+
+class Plateau(SizePreference):
+    """Plants when the score has not improved for a while and no seed is growing.
+
+    Args:
+        spec: The action space.
+        patience: Fraction of the horizon without improvement.
+    """
+
+    def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
+        if not 0.0 <= patience <= 1.0:
+            raise InvalidInputError(f"patience must lie in [0, 1], got {patience}.")
+        super().__init__(spec)
+        self.patience = patience
+
+    def _due(self, observation: Observation) -> Bool[Tensor, "env 1 1"]:
+        stage = observation.slots.stage
+        growing = (stage == Stage.TRAINING.value) | (stage == Stage.BLENDING.value)
+        due = (observation.host.plateau >= self.patience) & ~growing.any(dim=1)
+        return due[:, None, None]
+
+
+class ByRent(SizePreference):
+    """Widens as soon as possible, as long as the rent stays below a limit.
+
+    Args:
+        spec: The action space.
+        limit: Maximum rent of all added parameters, in units of the score.
+    """
+
+    blending = BLEND_AT_ONCE
+
+    def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
+        if not limit >= 0.0:
+            raise InvalidInputError(f"limit must be at least 0, got {limit}.")
+        super().__init__(spec)
+        self.limit = limit
+
+    def _due(self, observation: Observation) -> Bool[Tensor, "env slot blueprint"]:
+        host = observation.host
+        size = host.added[:, None, None] + observation.offers.parameters
+        return host.rent[:, None, None] * size <= self.limit
+
+
+def size_scores(offers: BlueprintOffers) -> Float[Tensor, "env slot blueprint"]:
+    """Return a score in (-1, 1) that increases with the parameters of an offer."""
+    return offers.parameters / (1.0 + offers.parameters.abs())
 
 
 def next_actions(

@@ -99,103 +99,13 @@ BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
 is known, then by the largest rent at which each is used. Above it nothing grows."""
 
 
-class Scheduled:
-    """Follows one schedule, or one per environment.
-
-    Args:
-        spec: The action space.
-        schedule: One for all environments, or a sequence with one per environment.
-    """
-
-    def __init__(
-        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
-    ) -> None:
-        given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
-        self._table = Timetable(spec, given)
-        self.plants = self._table.plants
-        """Names of the blueprints that it may plant."""
-        self._plan = torch.arange(len(given))
-        self.needs_end = any(plan.needs_end for plan in given)
-        """Whether a schedule needs to know the end of training."""
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant what is due; the state counts seeds planted in the episode."""
-        envs = len(observation.episode_start)
-        if len(self._plan) not in (1, envs):
-            raise InvalidInputError(
-                f"there are schedules for {len(self._plan)} environments, got {envs}. "
-                "Pass one per environment, or one for all."
-            )
-        self._plan = self._plan.to(masks.op.device)
-        planted = episode_count(state, observation)
-        plan = self._plan.expand(envs)
-        actions = self._table.actions(observation, masks, plan, planted)
-        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
-
-
-class ScheduledByRent:
-    """Follows a schedule chosen by the rent of each environment.
-
-    Args:
-        spec: The action space.
-        plans: By whether the end is known: schedules by the largest rent at which each
-            is used, ascending. Nothing is planted above the last rent.
-    """
-
-    def __init__(
-        self,
-        spec: ActionSpec,
-        plans: Mapping[bool, Mapping[float, Schedule]] = BY_RENT,
-    ) -> None:
-        known, unknown = plans[True], plans[False]
-        for limits in ([*known], [*unknown]):
-            if limits != sorted(limits):
-                raise InvalidInputError(f"rents must ascend, got {limits}.")
-        nothing = Schedule(blueprint=LARGEST, count=0)
-        given = [*known.values(), nothing, *unknown.values(), nothing]
-        self._table = Timetable(spec, [playable(spec, plan) for plan in given])
-        self.plants = self._table.plants
-        """Names of the blueprints that it may plant."""
-        self._known, self._unknown = (
-            torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
-        )
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant what is due; the state counts seeds planted in the episode."""
-        host, planted = observation.host, episode_count(state, observation)
-        rent = host.rent.float()
-        self._known, self._unknown = (
-            limits.to(rent.device) for limits in (self._known, self._unknown)
-        )
-        first = 1 + len(self._known)
-        plan = torch.where(
-            host.end_known,
-            torch.searchsorted(self._known, rent),
-            first + torch.searchsorted(self._unknown, rent),
-        )
-        actions = self._table.actions(observation, masks, plan, planted)
-        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
-
-
-class Timetable:
-    """Schedules as tensors over `[plan]`."""
+class Timetable(SizePreference):
+    """Follows schedules, kept as tensors over `[plan]`; `_plan` chooses among them."""
 
     def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
         if not schedules:
             raise InvalidInputError("expected at least one schedule, got none.")
-        self._preference = SizePreference(spec)
+        super().__init__(spec)
         wanted = [_wanted(spec, s.blueprint) for s in schedules]
         self._flags = torch.tensor(
             [
@@ -215,24 +125,17 @@ class Timetable:
             [[s.start, s.every, s.until, s.cut] for s in schedules]
         )
 
-    def actions(
+    def decide(
         self,
         observation: Observation,
         masks: ActionMasks,
-        plan: Int64[Tensor, " env"],
-        planted: Int64[Tensor, " env"],
-    ) -> Int64[Tensor, "env head"]:
-        """Return the actions that are due.
-
-        Args:
-            observation: The observation.
-            masks: Legal actions.
-            plan: Index of the schedule of each environment.
-            planted: Number of seeds that each has planted in this episode.
-        """
-        device = plan.device
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Plant what is due; the state counts seeds planted in the episode."""
+        planted, plan = episode_count(state, observation), self._plan(observation)
         self._flags, self._whole, self._real = (
-            table.to(device) for table in (self._flags, self._whole, self._real)
+            table.to(plan.device) for table in (self._flags, self._whole, self._real)
         )
         flags = self._flags[plan]
         wanted = flags[:, None, 1:]  # [env, 1, blueprint]
@@ -246,15 +149,85 @@ class Timetable:
         due = now >= start + every * (planted // places)
         # After the cut nothing is planted, even if seeds are missing.
         due &= (planted < count * places) & (now < torch.minimum(until, cut))
-        scores = self._preference.scores(observation.offers, due)
         free = (masks.blueprint & wanted).any(dim=2)
-        first = free & (free.cumsum(dim=1) == 1)
+        first = free & (free.cumsum(dim=1) == 1) & due[:, None]
+        scores = self.scores(observation.offers)
         scores = torch.where(wanted & first[:, :, None], scores, -torch.inf)
         living = (slots.stage != Stage.DORMANT) & (slots.stage != Stage.COOLING)
         excess = living.sum(dim=1) > keep * places
         youngest = living & (living.flip(1).cumsum(dim=1).flip(1) == 1)
         prunes = youngest & ((now >= cut) & excess)[:, None]
-        return next_actions(observation, masks, scores, BLEND_AT_ONCE, prunes)
+        actions = next_actions(observation, masks, scores, BLEND_AT_ONCE, prunes)
+        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
+
+    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
+        """Return the index of the schedule of each environment."""
+        raise NotImplementedError
+
+
+class Scheduled(Timetable):
+    """Follows one schedule, or one per environment.
+
+    Args:
+        spec: The action space.
+        schedule: One for all environments, or a sequence with one per environment.
+    """
+
+    def __init__(
+        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
+    ) -> None:
+        given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
+        super().__init__(spec, given)
+        self._count = len(given)
+        self.needs_end = any(plan.needs_end for plan in given)
+        """Whether a schedule needs to know the end of training."""
+
+    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
+        envs = len(observation.episode_start)
+        if self._count not in (1, envs):
+            raise InvalidInputError(
+                f"there are schedules for {self._count} environments, got {envs}. "
+                "Pass one per environment, or one for all."
+            )
+        device = observation.episode_start.device
+        return torch.arange(self._count, device=device).expand(envs)
+
+
+class ScheduledByRent(Timetable):
+    """Follows a schedule chosen by the rent of each environment.
+
+    Args:
+        spec: The action space.
+        plans: By whether the end is known: schedules by the largest rent at which each
+            is used, ascending. Nothing is planted above the last rent.
+    """
+
+    def __init__(
+        self,
+        spec: ActionSpec,
+        plans: Mapping[bool, Mapping[float, Schedule]] = BY_RENT,
+    ) -> None:
+        known, unknown = plans[True], plans[False]
+        for limits in ([*known], [*unknown]):
+            if limits != sorted(limits):
+                raise InvalidInputError(f"rents must ascend, got {limits}.")
+        nothing = Schedule(blueprint=LARGEST, count=0)
+        given = [*known.values(), nothing, *unknown.values(), nothing]
+        super().__init__(spec, [playable(spec, plan) for plan in given])
+        self._known, self._unknown = (
+            torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
+        )
+
+    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
+        rent = observation.host.rent.float()
+        self._known, self._unknown = (
+            limits.to(rent.device) for limits in (self._known, self._unknown)
+        )
+        return torch.where(
+            observation.host.end_known,
+            torch.searchsorted(self._known, rent),
+            1 + len(self._known) + torch.searchsorted(self._unknown, rent),
+        )
 
 
 def playable(spec: ActionSpec, schedule: Schedule) -> Schedule:

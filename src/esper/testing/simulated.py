@@ -15,7 +15,6 @@ large blueprints is good. Only a policy with memory can use this. The small blue
 safe and poor. Values are multiples of powers of two, so sums are exact.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -24,6 +23,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, Op
+from esper.contracts.devices import to_device
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
@@ -119,26 +119,14 @@ class Instances:
         """1 where an alpha of one half is best."""
         return (self.gradient_share < 0.5).to(torch.int64)
 
-    def select(self, index: Tensor) -> "Instances":
-        """Return the instances at an index or mask."""
-        return self._each(lambda _, mine: mine[index])
-
-    def to(self, device: str) -> "Instances":
-        """Return the instances on another device."""
-        return self._each(lambda _, mine: mine.to(device))
-
     def replaced(self, where: Bool[Tensor, " env"], others: "Instances") -> "Instances":
         """Return these instances, or the others where the mask is set."""
-
-        def pick(name: str, mine: Tensor) -> Tensor:
+        picked = {}
+        for name in (field.name for field in fields(self)):
+            mine, other = getattr(self, name), getattr(others, name)
             mask = where.view(-1, *[1] * (mine.dim() - 1))
-            return torch.where(mask, getattr(others, name), mine)
-
-        return self._each(pick)
-
-    def _each(self, change: Callable[[str, Tensor], Tensor]) -> "Instances":
-        names = [field.name for field in fields(self)]
-        return Instances(**{name: change(name, getattr(self, name)) for name in names})
+            picked[name] = torch.where(mask, other, mine)
+        return Instances(**picked)
 
 
 def draw_instances(
@@ -224,13 +212,6 @@ def hide(instances: Instances, generator: Generator) -> Instances:
         blueprint=here.long(),
         style=style.unsqueeze(1).expand(num, SPEC.slots.max_slots),
     )
-
-
-def exchanged(instances: Instances) -> Instances:
-    """Return the instances with good and bad hidden blueprints exchanged."""
-    swapped = instances.gain[:, :, [0, 2, 1]]
-    gain = torch.where(instances.hidden.view(-1, 1, 1), swapped, instances.gain)
-    return replace(instances, gain=gain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,52 +338,25 @@ class SimulatedWorld(Stateful, VectorWorld):
             )
         self.spec, self.num_envs = SPEC, num_envs
         self._hidden_share = hidden_share
-        self._device = device
+        self._device = torch.device(device)
         self._generator = Generator().manual_seed(rng_seed)
-        self._given: Instances | None = None
-        self._tables = slot_tables().to(device)
+        self._tables = to_device(slot_tables(), self._device)
         self._last = torch.tensor(SPEC.sizes, device=device) - 1
         self._zero = torch.zeros_like(self._last)
         self._slots = torch.arange(SPEC.slots.max_slots, device=device)
         self._restyles = RELEVANT[:, HEAD["style"]].to(device)
         self._state: SimulatedState | None = None
 
-    @classmethod
-    def from_instances(
-        cls, instances: Instances, *, device: str = "cpu"
-    ) -> "SimulatedWorld":
-        """Create a world whose environment i plays instance i in every episode."""
-        if (instances.clock >= HORIZON).any():
-            raise InvalidInputError(
-                f"instances must start before step {HORIZON}, got one that starts at "
-                f"{int(instances.clock.max())}."
-            )
-        world = cls(len(instances), device=device)
-        world._given = instances.to("cpu")
-        return world
-
     @property
     def instances(self) -> Instances:
         """Instances of the current episodes."""
         return self._current().instances
 
-    @property
-    def rest(self) -> Instances:
-        """Rest of the current episodes, as instances that start now."""
-        state = self._current()
-        return replace(
-            state.instances,
-            life=state.life,
-            blueprint=state.blueprint,
-            style=state.style,
-            clock=self._clock.to(self._device),
-        )
-
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         instances = self._draw()
         self._clock = instances.clock  # on the CPU: ends need no device read
-        instances = instances.to(self._device)
+        instances = to_device(instances, self._device)
         slots = (instances.life, instances.blueprint, instances.style)
         self._state = SimulatedState.of(instances, slots, self._tables.worth)
         first = torch.ones(self.num_envs, dtype=torch.bool, device=self._device)
@@ -423,7 +377,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         if ended.any():
             fresh = self._draw()
             clock = torch.where(ended, fresh.clock, clock)
-            instances = instances.replaced(terminated, fresh.to(self._device))
+            instances = instances.replaced(terminated, to_device(fresh, self._device))
             at = terminated.unsqueeze(1)
             life, blueprint, style = (
                 torch.where(at, getattr(instances, name), now)
@@ -439,10 +393,6 @@ class SimulatedWorld(Stateful, VectorWorld):
             truncated=torch.zeros_like(terminated),
             illegal=~legal,
         )
-
-    def legal(self, actions: Int64[Tensor, "env head"]) -> Bool[Tensor, " env"]:
-        """Return whether each action is legal now."""
-        return self._act(self._current(), actions)[2]
 
     def _act(
         self, state: SimulatedState, actions: Int64[Tensor, "env head"]
@@ -472,8 +422,6 @@ class SimulatedWorld(Stateful, VectorWorld):
 
     def _draw(self) -> Instances:
         """Instances for all environments."""
-        if self._given is not None:
-            return self._given
         drawn = torch.rand(self.num_envs, generator=self._generator)
         hidden = drawn < self._hidden_share
         return draw_instances(self.num_envs, self._generator, hidden)

@@ -11,7 +11,7 @@ in float32.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -272,10 +272,6 @@ class SlotTables:
     """Damage of a code, by the traits of the slot."""
     strides: Int64[Tensor, " head"]
     """`(actions * strides).sum(-1)` is the code of an action."""
-
-    def to(self, device: str) -> "SlotTables":
-        """Return the tables on another device."""
-        return SlotTables(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
 @cache

@@ -1,4 +1,4 @@
-r"""Sampling from a trained policy at a lower temperature, or greedily.
+"""Sampling from a trained policy at a lower temperature.
 
     p_i ~ exp(logit_i / temperature)
 
@@ -11,11 +11,7 @@ from copy import deepcopy
 from typing import Final
 
 import torch
-from jaxtyping import Int64
-from torch import Generator, Tensor
 
-from esper.contracts.actions import ActionMasks
-from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.network import TamiyoPolicy
 
 TEMPERATURE: Final = 0.25
@@ -33,20 +29,3 @@ def with_temperature(
             for parameter in head.parameters():
                 parameter.div_(temperature)
     return copy
-
-
-class GreedyPolicy:
-    """A controller that takes the likeliest choice of every head."""
-
-    def __init__(self, policy: TamiyoPolicy) -> None:
-        self.policy = policy
-
-    def decide(
-        self,
-        observation: Observation,
-        masks: ActionMasks,
-        state: ControllerState,
-        generator: Generator,
-    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Return the likeliest legal action of every environment."""
-        return self.policy.decide(observation, masks, state, None)
