@@ -39,7 +39,7 @@ REFUSED = [
     (("--rng-seed", "-1"), "--rng_seed must be greater than or equal to 0"),
     (("--device", "nonsense"), "device 'nonsense' cannot be used here"),
     (("--rounds", "3"), "did you mean '--budget.rounds'"),
-    (("--checkpoint.tensorboard=1",), "must be a valid boolean; got 1"),
+    (("--logger=tensorbord",), "did you mean 'tensorboard'?"),
     (("--start_from", "nothing"), "there is no run 'nothing' in runs"),
     (("--start_from", "x" * 300), "there is no run 'xxx"),
     (

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import tracemalloc
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from itertools import product
@@ -23,12 +24,15 @@ from esper.contracts.errors import (
     InvalidStateError,
     NoLegalActionError,
     NotFiniteError,
+    RunLockedError,
 )
 from esper.contracts.state import save
 from esper.files import pack, read_safetensors
 from esper.rl.doctor import examine
 from esper.rl.nested import space_data, space_of
 from esper.rl.ppo import DEFAULTS
+from esper.runs.database import open_store
+from esper.runs.run import Run
 from tests.rl.environments import (
     SIZES,
     STARTS,
@@ -738,21 +742,31 @@ def test_nan_in_an_image_is_refused():
         PPO(lambda: Blind(1.0, np.float32), num_envs=2, **SMALL).learn(24)
 
 
-def test_callbacks_stop_learning_and_a_log_folder_has_rows_and_the_agent(tmp_path):
-    agent = PPO(chance(), num_envs=2, **SMALL)
-    agent.learn(
-        10_000, callback=lambda record: record.env_steps < 48, log=tmp_path / "run"
-    )
+def test_callbacks_stop_learning_and_a_run_folder_has_rows_and_the_agent(tmp_path):
+    agent, run = PPO(chance(), num_envs=2, **SMALL), tmp_path / "run"
+    agent.learn(10_000, callback=lambda record: record.env_steps < 48, logger=run)
     assert agent.env_steps == 48
-    lines = (tmp_path / "run" / "progress.csv").read_text().splitlines()
-    assert lines[0].startswith("env_steps,episodes,recent_return")
+    lines = (run / "progress.csv").read_text().splitlines()
+    assert lines[0].startswith("step,round/seconds,round/episodes,")
     assert [line.split(",")[0] for line in lines[1:]] == ["24", "48"]
-    assert_same_agents(agent, PPO.load(tmp_path / "run" / "agent.safetensors"))
-    agent.learn(10_000, callback=lambda record: np.float64(record.env_steps) < 96)
+    assert_same_agents(agent, PPO.load(run / "agent.safetensors"))
+    agent.learn(
+        10_000, callback=lambda record: np.float64(record.env_steps) < 96, logger=run
+    )
     assert agent.env_steps == 96
-    with pytest.raises(InvalidInputError, match="has the columns of another agent"):
-        PPO("CartPole-v1", num_envs=2, **SMALL).learn(24, log=tmp_path / "run")
-    assert (tmp_path / "run" / "progress.csv").read_text().splitlines() == lines
+    with closing(open_store(run / "events.sqlite")) as db:
+        rounds = db.execute("SELECT round, env_steps FROM live_rounds").fetchall()
+        episodes = db.execute(
+            "SELECT count(*), count(DISTINCT env || ' ' || episode) FROM live_episodes"
+        ).fetchone()
+    assert rounds == [(1, 24), (2, 48), (3, 72), (4, 96)]
+    assert episodes[0] == episodes[1] > 0
+    lines = (run / "progress.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines[1:]] == ["24", "48", "72", "96"]
+    assert Run.list(tmp_path)[0].state == "finished"
+    with pytest.raises(RunLockedError, match="has another training"):
+        PPO("CartPole-v1", num_envs=2, **SMALL).learn(24, logger=run)
+    assert (run / "progress.csv").read_text().splitlines() == lines
 
 
 def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):

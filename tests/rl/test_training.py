@@ -131,7 +131,7 @@ def test_groups_of_settings_keep_what_is_not_given():
     given = {
         "env": "CartPole-v1",
         "ppo.entropy_coef": 0.02,
-        "checkpoint.tensorboard": False,
+        "checkpoint.last": 3,
     }
     made, usual = construct(PPORunConfig, given), PPORunConfig(env="CartPole-v1")
     assert made.ppo == replace(usual.ppo, entropy_coef=0.02)

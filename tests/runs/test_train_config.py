@@ -95,7 +95,8 @@ configs = st.builds(
     learner=learners,
     world=worlds,
     evaluation=st.builds(EvalConfig, controllers=names(list(CONTROLLERS))),
-    checkpoint=st.builds(CheckpointConfig, tensorboard=st.booleans()),
+    logger=st.sampled_from([(), ("csv",), ("csv:some/where", "wandb")]),
+    checkpoint=st.builds(CheckpointConfig, last=st.integers(1, 1_000)),
 )
 
 
@@ -160,8 +161,9 @@ def test_presets_are_valid_differ_and_take_longer_and_longer():
         ("world.blueprints", "none", None),
         ("world.blueprints", "conv", ("conv",)),
         ("evaluation.controllers", "[]", ()),
-        ("checkpoint.tensorboard", "true", True),
-        ("checkpoint.tensorboard", "false", False),
+        ("logger", "csv,wandb:a b", ("csv", "wandb:a b")),
+        ("world.at_once", "true", True),
+        ("world.at_once", "false", False),
         ("learner.ppo.target_kl", "inf", inf),
         ("learner.ppo.value_clip", "none", None),
         ("learner.policy.memory", "none", "none"),
@@ -225,7 +227,9 @@ REFUSED_OPTIONS = [
     ),
     ("learner.policy.memory", "rnn", "--learner.policy.memory"),
     ("learner.policy.width", "5000", "must be at most 4096"),
-    ("checkpoint.tensorboard", "yes", "must be a valid boolean; got 'yes'"),
+    ("world.at_once", "yes", "must be a valid boolean; got 'yes'"),
+    ("logger", "csv:", "logger 'csv:' needs a folder after the colon"),
+    ("logger", "runs/mine", "there is no logger 'runs/mine'; did you mean"),
     ("checkpoint.every", "0", "--checkpoint.every must be greater than or equal to 1"),
     ("rng_seed", "-1", "--rng_seed must be greater than or equal to 0"),
     ("rng_seed", str(2**64), "--rng_seed must be less than or equal to 4294967295"),

@@ -1,14 +1,13 @@
 """Rows of steps in the store, and figures for TensorBoard."""
 
-import sys
 from contextlib import closing
+from csv import DictReader
 from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
 
 import pytest
 
-from esper.contracts.errors import InvalidInputError
 from esper.environment.growing import GrowingWorld
 from esper.environment.mixture import Mixture
 from esper.environment.settings import OFFERED
@@ -17,7 +16,7 @@ from esper.runs.store import Store
 from esper.runs.train_config import Budget, TrainConfig
 from esper.tasks.catalogue import task
 from esper.testing.simulated import SimulatedWorld
-from esper.training.callbacks import Record, TensorBoard, scalars, summary_writer
+from esper.training.callbacks import Log, Record, scalars
 from esper.training.controller_ppo import controller_loop
 from tests.runs.stores import record
 
@@ -107,23 +106,25 @@ def test_figures_have_names_and_what_is_not_known_is_left_out():
     assert named.keys().isdisjoint({"update/kl", "update/stopped_at"})
 
 
-def test_without_tensorboard_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InvalidInputError, match=r"esper-lite\[tensorboard\]"):
-        summary_writer()
-
-
 def test_tensorboard_reads_what_was_written(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first, second = TensorBoard(tmp_path), TensorBoard(tmp_path)
+    first, second = (
+        Log(["tensorboard", "csv"], "run", tmp_path, TrainConfig()) for _ in "12"
+    )
     first.on_train_start(SimpleNamespace(env_steps=0), resumed=False)
     for number in (1, 2, 3):
         first.on_round_end(None, record(number))
     first.on_close()
     second.on_train_start(SimpleNamespace(env_steps=8), resumed=True)
     second.on_close()
-    found = EventAccumulator(str(tmp_path)).Reload().Scalars("round/mean_return")
+    folder = str(tmp_path / "tensorboard")
+    found = EventAccumulator(folder).Reload().Scalars("round/mean_return")
     points = [(point.step, round(point.value, 3)) for point in found]
     assert points == [(4, 0.1), (8, 0.2)]
+    with (tmp_path / "progress.csv").open() as file:
+        rows = [
+            (row["step"], float(row["round/mean_return"])) for row in DictReader(file)
+        ]
+    assert rows == [("4", 0.1), ("8", 0.2)]

@@ -55,7 +55,7 @@ def ppo(options: Namespace) -> int:
         given.setdefault("env", given.pop("env_id"))
     if "resume" in given:
         env = given.pop("env", None)
-        mutable = ("env_timeout", "device")
+        mutable = ("env_timeout", "device", "logger")
         changes = {name: given.pop(name) for name in mutable if name in given}
         path = unfinished_run(given, ppo_settings_of, "Omit it.")
         if path is None:

@@ -46,7 +46,8 @@ def add_config_options(parser: ArgumentParser) -> None:
 
 def train(options: Namespace) -> int:
     """Start or resume a run, then print its results and write its report."""
-    from esper.runs.train_config import resolve
+    from esper.runs.settings import parsed_options
+    from esper.runs.train_config import TrainConfig, resolve
     from esper.training.callbacks import ConsoleProgress
     from esper.training.train import begin_run, resume_run, settings_of
 
@@ -55,12 +56,14 @@ def train(options: Namespace) -> int:
     start_workers = worker_starter(given)
     if "resume" in given:
         advice = "Omit it, or start a new run with --start_from RUN."
-        device = given.pop("device", None)
+        mutable = ("device", "logger")
+        changes = {name: given.pop(name) for name in mutable if name in given}
         path = unfinished_run(given, settings_of, advice)
         if path is None:
             return 0
+        more, _ = parsed_options(TrainConfig, changes)
         with start_workers() as workers:
-            result = resume_run(path, [console], workers, device=device)
+            result = resume_run(path, [console], workers, **more)
     else:
         settings = resolve(given, draw_seed=True)
         with start_workers() as workers:

@@ -72,7 +72,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     order = {name: index for index, name in enumerate(data.tasks)}
     tables = sorted(summary.tasks, key=lambda t: order.get(t.task, len(order)))
     plots = draw_plots(data, _results(data, tables))
-    is_ppo = data.versions.get("kind") == "ppo"
+    is_ppo = data.versions.get("kind") in ("ppo", "learn")
     is_cut_off = data.versions.get("kind") == "evaluation" and data.state == "stopped"
     results = [text for _, kind, text in data.notes if kind == TEST]
     page = _template().render(

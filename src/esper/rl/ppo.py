@@ -11,13 +11,12 @@ future, a truncated one has the value of its true final observation, and one tha
 rollout left unfinished has the value of the observation that comes next.
 """
 
-import csv
 import json
 import math
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -57,6 +56,7 @@ from esper.rl.vector import MaskSource, Source, Vector, Vectorization
 from esper.rl.world import GymSeen, GymWorld
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
+from esper.runs.sinks import Loggers
 from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
@@ -64,17 +64,18 @@ from esper.simic.agent.ppo import PPOAgent, PPOConfig
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rollout import RolloutState, collect, play, start
 from esper.training.loop import (
+    EVALUATION,
     WINDOW,
     Callback,
-    OnRoundEnd,
+    Callbacks,
     TrainingLoop,
     WorldRollout,
+    callbacks_of,
 )
 from esper.workers.deadline import TIMEOUT
 from esper.workers.jobs import machine_memory
 
 Array = NDArray[Any]
-SCALARS: Final = ("kl", "policy_loss", "value_loss", "explained_variance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +236,8 @@ class PPO(Stateful):
         *,
         reset_num_timesteps: bool = False,
         progress: bool = False,
-        callback: Callable[[RoundRecord], object] | None = None,
-        log: str | Path | None = None,
+        callback: Callbacks = None,
+        logger: Loggers = None,
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
@@ -249,11 +250,14 @@ class PPO(Stateful):
             reset_num_timesteps: Start learning rate, entropy coefficients and
                 `env_steps` again as in a new agent. Weights and statistics are kept.
             progress: Show a progress bar.
-            callback: Called with a record after every update; learning ends when it
-                returns False.
-            log: A folder for `progress.csv`, one row per update, and for the agent
-                itself at the end.
+            callback: A function of the record of every update, which ends learning by
+                returning False; an `esper.callbacks.Callback`; or a list of them.
+            logger: Where metrics go: the folder of a run, which also gets the agent; a
+                name such as "tensorboard" or "csv:FOLDER"; an object with
+                `log(values, step)`; or a list of them.
         """
+        from esper.rl.training import log_callbacks
+
         if (
             not isinstance(total_steps, float | int | np.number)
             or not 1 <= total_steps < math.inf
@@ -262,26 +266,25 @@ class PPO(Stateful):
                 f"total_steps must be at least 1, got {quoted(total_steps)}."
             )
         world, settings = self._world(), self.settings
+        callbacks = callbacks_of(callback)
+        if progress:
+            callbacks.append(ProgressBar(world.vector.name))
+        callbacks += log_callbacks(self, logger)
         if reset_num_timesteps:
             self.env_steps, self.factor = 0, 1.0
             self._recent.clear()
-        callbacks: list[Callback] = []
-        if log is not None:
-            callbacks.append(CsvLog(Path(log)))
-        if progress:
-            callbacks.append(ProgressBar(world.vector.name))
-        if callback is not None:
-            callbacks.append(OnRoundEnd(callback))
         rounds = math.ceil(total_steps / (settings.num_envs * settings.rollout_steps))
         factors = self.factor, settings.end_factor
         loop = TrainingLoop(self, rounds, None, factors, callbacks, recent=self._recent)
         try:
-            loop.run()
+            loop.call("on_train_start", loop, resumed=False)
+            try:
+                loop.run()
+            finally:
+                self.factor = loop.last_factor
+            loop.call("on_train_end", loop)
         finally:
             loop.call("on_close")
-            self.factor = loop.last_factor
-        if log is not None:
-            self.save(Path(log) / "agent.safetensors")
         return self
 
     def collect(self) -> list[WorldRollout]:
@@ -587,46 +590,20 @@ class PPO(Stateful):
                 )
 
 
-class CsvLog(Callback):
-    """`progress.csv`: one row per update."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "progress.csv"
-        with storage(folder, "write"):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """Append a row."""
-        plain = ("env_steps", "episodes", "recent_return", "recent_length", "seconds")
-        row = {name: getattr(record, name) for name in plain}
-        row |= {name: getattr(record.update, name) for name in SCALARS}
-        for name, head in record.update.heads.items():
-            row[f"entropy/{name}"] = head.entropy
-        with (
-            storage(self._path, "write"),
-            self._path.open("a+", newline="", encoding="utf-8") as stream,
-        ):
-            stream.seek(0)
-            there = next(csv.reader(stream), None)
-            if there not in (None, [*row]):
-                raise InvalidInputError(
-                    f"{self._path} has the columns of another agent; give another log."
-                )
-            writer = csv.DictWriter(stream, [*row])
-            if there is None:
-                writer.writeheader()
-            writer.writerow(row)
-
-
 class ProgressBar(Callback):
-    """A bar with the recent return."""
+    """A bar with the recent return and the last evaluation."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._bar = name, Progress(unit="update")
+        self._name, self._bar, self._evaluation = name, Progress(unit="update"), ""
+
+    def on_metrics(self, loop: TrainingLoop, metrics: Mapping[str, float]) -> None:
+        """Keep the evaluation."""
+        if EVALUATION in metrics:
+            self._evaluation = f", evaluation {metrics[EVALUATION]:.4g}"
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Move the bar."""
-        text = f"return {record.recent_return:.4g}"
+        text = f"return {record.recent_return:.4g}{self._evaluation}"
         self._bar.update(self._name, record.round, record.rounds, text)
 
     def on_close(self) -> None:

@@ -15,6 +15,7 @@ from esper.contracts.messages import quoted, refusal
 from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
+from esper.runs.sinks import LoggerName
 from esper.runs.train_config import CheckpointConfig, check_limits
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
@@ -83,10 +84,13 @@ class PPORunConfig(PPOSettings):
     device: Text = "cpu"
     """Device of the policy and its updates, such as cuda. Environments run on the
     CPU."""
+    logger: tuple[LoggerName, ...] = ()
+    """Also log metrics with csv, mlflow, tensorboard, trackio or wandb. NAME:FOLDER
+    writes to that folder."""
     checkpoint: CheckpointConfig = field(
         default_factory=lambda: CheckpointConfig(every=20)
     )
-    """Checkpoints and logs; every checkpoint starts new episodes."""
+    """Checkpoints, each of which starts new episodes."""
     episodes: Count = 20
     """Episodes of the final evaluation."""
     name: Annotated[str, Field(max_length=255)] | None = None

@@ -7,68 +7,142 @@ deterministic. A signal or a crash loses the rounds since the last checkpoint.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Final
 
-import numpy as np
-import torch
-
-from esper.contracts.errors import EsperError, InvalidInputError
-from esper.contracts.messages import one_line, quoted, refusal
-from esper.contracts.state import Stateful, leaves
+from esper.contracts.errors import EsperError, InvalidInputError, RunLockedError
+from esper.contracts.messages import one_line, quoted, refusal, short
+from esper.contracts.state import leaves
+from esper.files import storage
 from esper.rl.ppo import PPO
 from esper.rl.settings import PPORunConfig, PPOSettings
-from esper.runs.records import TEST
-from esper.runs.run import STORE, Run
+from esper.runs.records import TEST, RoundRecord
+from esper.runs.run import CONFIG, STORE, Run, invented_name, versions_now
 from esper.runs.settings import as_toml, construct, table_of
+from esper.runs.sinks import (
+    Loggers,
+    SupportsLog,
+    is_folder,
+    require_loggers,
+    resumed_loggers,
+)
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import Budget
-from esper.training.callbacks import Checkpoint, Record, TensorBoard, summary_writer
+from esper.training.callbacks import Checkpoint, Log, Record
 from esper.training.loop import Callback, TrainingLoop, WorldRollout
 from esper.training.recovery import Attempt, RunResult, resume_and_train, train_to_end
 
 KIND: Final = "ppo"
 """Kind of the run in `versions.json`."""
+LEARN: Final = "learn"
+"""Kind of a run that `PPO.learn` wrote, which has no checkpoints."""
 AGENT: Final = "agent.safetensors"
 """File of the agent in the folder of a finished run."""
 
 
-class RecordedPPO(Stateful):
-    """An agent that also returns its episodes as rows of a store."""
+class RecordEpisodes(Record):
+    """Writes rounds and the episodes of each environment into a store."""
 
-    STATE = ("ppo", "episodes")
-    relative = False
+    _episodes: Counter[int]
 
-    def __init__(self, ppo: PPO) -> None:
-        self.ppo, self.agent, self.rollout_steps = ppo, ppo.agent, ppo.rollout_steps
-        self.episodes = np.zeros(ppo.settings.num_envs, np.int64)
-        """Number of episodes that ended in each environment."""
-        self.update, self.forget_episodes = ppo.update, ppo.forget_episodes
-        self.change_streams, self.memories = ppo.change_streams, ppo.memories
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
+        """Count the episodes that the store has."""
+        query = "SELECT env, max(episode) FROM live_episodes GROUP BY env"
+        self._episodes = Counter(dict(self._store.fetch(query)))
 
-    @property
-    def env_steps(self) -> int:
-        """Steps of all environments so far."""
-        return self.ppo.env_steps
-
-    def collect(self) -> list[WorldRollout]:
-        """Fill the agent's buffer and number the episodes that ended."""
-        stats = self.ppo.collect()[0].stats
-        numbers = []
+    def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
+        """Add the rows of the episodes that ended."""
+        stats, numbers = rollout[0].stats, []
         for env in stats.env.tolist():
-            self.episodes[env] += 1
-            numbers.append(int(self.episodes[env]))
+            self._episodes[env] += 1
+            numbers.append(self._episodes[env])
         rows = {
             "index": stats.step,
             "env": stats.env,
-            "episode": torch.tensor(numbers, dtype=torch.int64),
+            "episode": numbers,
             "return": stats.returns,
         }
-        return [WorldRollout({"episodes": rows} if numbers else {}, stats)]
+        played = WorldRollout({"episodes": rows} if numbers else {}, stats)
+        super().on_rollout(loop, [played])
+
+
+class RunFolder(Callback):
+    """The folder of a run of `PPO.learn`: a store and, at the end, the agent.
+
+    A further call of `learn` goes on in the same folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened = ExitStack()
+
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
+        """Create the folder, or open that of an earlier call."""
+        agent, path = loop.algorithm, self._path
+        env = one_line(agent.world.vector.name)
+        if (path / CONFIG).exists():
+            run = Run.open(path)
+        else:
+            with storage(path, "create"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            facts = {"kind": LEARN, "rng_seed": agent.settings.seed, "tasks": [env]}
+            toml = as_toml(agent.settings)
+            run = Run.create(path.parent, path.name, toml, facts)
+        self._run = self._opened.enter_context(run)
+        store = self._opened.enter_context(Store(path / STORE, run.id))
+        query = "SELECT round, env_steps FROM live_rounds ORDER BY round DESC LIMIT 1"
+        known, steps = (store.fetch(query) or [(0, loop.env_steps)])[0]
+        if run.kind != LEARN or steps != loop.env_steps:
+            raise RunLockedError(
+                f"{short(path)} has another training. Give another folder."
+            )
+        store.begin_attempt(known or None, versions_now(run.config_toml))
+        self._record = RecordEpisodes(store, [env], known)
+        self._record.on_train_start(loop, resumed=resumed)
+
+    def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
+        """Record the episodes."""
+        self._record.on_rollout(loop, rollout)
+
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
+        """Record the round."""
+        self._record.on_round_end(loop, record)
+
+    def on_train_end(self, loop: TrainingLoop) -> None:
+        """Save the agent and mark the run as complete."""
+        agent = loop.algorithm
+        agent.save(self._path / AGENT)
+        self._run.finish({"rounds": agent.rounds, "env_steps": agent.env_steps})
+
+    def on_close(self) -> None:
+        """Close the store and release the folder."""
+        self._opened.close()
+
+
+def log_callbacks(agent: PPO, given: Loggers) -> list[Callback]:
+    """Callbacks for the loggers of `PPO.learn`.
+
+    Those without a folder use the first folder that is given, or one in `logs`.
+    """
+    loggers = require_loggers(given)
+    folders = [Path(each) for each in loggers if is_folder(each)]
+    others = [
+        each
+        for each in loggers
+        if isinstance(each, str | SupportsLog) and not is_folder(each)
+    ]
+    if folders:  # each has a table of its own
+        tables = [f"csv:{folder}" for folder in folders]
+        others = [*tables, *(each for each in others if each != "csv")]
+    folder = folders[0] if folders else Path("logs") / invented_name()
+    log = Log(others, folder.name, folder, agent.settings)
+    return [*map(RunFolder, folders), log] if loggers else []
 
 
 def made(config: PPORunConfig) -> PPO:
@@ -84,8 +158,7 @@ def begin_ppo(config: PPORunConfig, callbacks: Sequence[Callback] = ()) -> RunRe
     `callbacks` are called in addition to those that record and save.
     """
     made(config).close()  # raises for unsupported environments before a folder exists
-    if config.checkpoint.tensorboard:
-        summary_writer()
+    require_loggers(config.logger)
     facts = {"kind": KIND, "rng_seed": config.seed, "tasks": [config.env]}
     with Run.create(Path(config.runs), config.name, as_toml(config), facts) as run:
         what = f"{config.env}, {config.num_envs} environments, seed {config.seed}"
@@ -102,6 +175,7 @@ def resume_ppo(
     trust: bool = False,
     env_timeout: float | None = None,
     device: str | None = None,
+    logger: Sequence[str] | None = None,
 ) -> RunResult:
     """Resume a run from its newest good checkpoint.
 
@@ -113,6 +187,7 @@ def resume_ppo(
             `env` must repeat such an id, since a file must not choose code.
         env_timeout: New time limit of one call in seconds; None: as before.
         device: Device of the policy from now on; None: as before.
+        logger: Loggers from now on; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
@@ -132,6 +207,7 @@ def resume_ppo(
         if env_timeout is not None:
             config = replace(config, env_timeout=env_timeout)
         config = replace(config, device=device or config.device)
+        config = replace(config, logger=resumed_loggers(config.logger, logger))
         first = (f"Resuming {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)
@@ -165,13 +241,15 @@ def _attempt(
     facts = {"config": hashlib.sha256(run.config_toml.encode()).hexdigest()}
     agent = made(config)
     with usable_store(run.path / STORE, run.id) as store:
-        own: list[Callback] = [Record(store, [config.env]), *callbacks]
-        if config.checkpoint.tensorboard:
-            own.append(TensorBoard(run.path / "tensorboard"))
+        own: list[Callback] = [
+            RecordEpisodes(store, [config.env]),
+            *callbacks,
+            Log(config.logger, run.name, run.path, config),
+        ]
         own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
         rollout = config.num_envs * config.rollout_steps
         trainer = TrainingLoop(
-            RecordedPPO(agent),
+            agent,
             Budget(env_steps=config.total_steps).rounds_of(rollout),
             None,
             (1.0, config.end_factor),
@@ -202,7 +280,7 @@ def _finish(
     run: Run, store: Store, trainer: TrainingLoop, config: PPORunConfig
 ) -> None:
     """Evaluate the agent, save it and mark the run as complete."""
-    agent, episodes = trainer.algorithm.ppo, config.episodes
+    agent, episodes = trainer.algorithm, config.episodes
     figures: dict[str, float] = {}
     try:
         found = agent.evaluate(episodes=episodes)

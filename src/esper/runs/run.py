@@ -67,7 +67,7 @@ class RunSummary:
     state: str
     """running, finished, stopped or damaged."""
     step: int | None
-    """Step of the newest checkpoint."""
+    """Step of the newest checkpoint, or of the end."""
     score: float | None
     """Score of the newest checkpoint that has one."""
     size: int
@@ -347,13 +347,16 @@ def _summary(path: Path) -> RunSummary:
     except (OSError, ValueError) as error:  # list the other runs anyway
         state, trouble, manifests = "damaged", one_line(str(error)), []
     scores = [entry.score for entry in manifests if entry.score is not None]
+    steps = [entry.step for entry in manifests]
     if state == "finished":
-        mean = (run.finished or {}).get("mean")  # final score of an agent
+        facts = run.finished or {}
+        mean, rounds = facts.get("mean"), facts.get("rounds")  # of an agent
         scores += [mean] if isinstance(mean, float) else []
+        steps += [rounds] if isinstance(rounds, int) and not steps else []
     return RunSummary(
         name=short(Path(path.name)),
         state=state,
-        step=manifests[-1].step if manifests else None,
+        step=steps[-1] if steps else None,
         score=scores[-1] if scores else None,
         size=_size(path),
         trouble=trouble,

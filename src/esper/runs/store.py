@@ -171,13 +171,16 @@ class Store:
     def add_note_once(self, round: int, kind: str, text: str) -> None:
         """Add a remark durably, unless an earlier attempt has added one of its kind."""
         query = "SELECT count(*) FROM live_notes WHERE kind = ?"
-        try:
-            known = patiently(lambda: self._db.execute(query, (kind,)).fetchone()[0])
-        except sqlite3.DatabaseError as error:
-            raise self._error(error) from None
-        if not known:
+        if not self.fetch(query, kind)[0][0]:
             self.add_note(round, kind, text)
             self.flush()
+
+    def fetch(self, query: str, *values: object) -> list[Row]:
+        """All rows of a query, without the rows that are still in the queue."""
+        try:
+            return patiently(lambda: self._db.execute(query, values).fetchall())
+        except sqlite3.DatabaseError as error:
+            raise self._error(error) from None
 
     def flush(self, *, durable: bool = True) -> int:
         """Write all queued rows; return the number of rows of this attempt.

@@ -35,6 +35,7 @@ from esper.runs.settings import (
     settings,
     table_of,
 )
+from esper.runs.sinks import LoggerName
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
@@ -180,14 +181,12 @@ class EvalConfig:
 
 @settings
 class CheckpointConfig:
-    """Checkpoints and logs of a run."""
+    """Checkpoints of a run."""
 
     every: Rounds = 10
     """Rounds between two checkpoints."""
     last: Annotated[int, Field(ge=1, le=1_000)] = 3
     """Number of recent checkpoints to keep. The best one is always kept."""
-    tensorboard: bool = False
-    """Also write TensorBoard logs."""
 
 
 @settings
@@ -209,6 +208,9 @@ class TrainConfig:
     """Folder that contains the runs."""
     device: Text = "cpu"
     """Device of the policy and its updates, such as cuda. Worlds run on the CPU."""
+    logger: tuple[LoggerName, ...] = ()
+    """Also log metrics with csv, mlflow, tensorboard, trackio or wandb. NAME:FOLDER
+    writes to that folder."""
     start_from: Text | None = WARM
     """Initial policy. RUN: the best policy of that run. FOLDER: pretrained on
     recordings of esper record. "warm": pretrained on the simulated world (half a
@@ -225,7 +227,7 @@ class TrainConfig:
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     """How the policy is compared with controllers that do not learn."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Checkpoints and logs of a run."""
+    """Checkpoints of a run."""
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
@@ -383,9 +385,9 @@ def from_toml(text: str) -> TrainConfig:
 
 
 def digest(config: TrainConfig) -> str:
-    """SHA-256 of the configuration without the device, which may change."""
+    """SHA-256 of the configuration without device and loggers, which may change."""
     lines = as_toml(config).splitlines(keepends=True)
-    kept = (line for line in lines if not line.startswith("device = "))
+    kept = (line for line in lines if not line.startswith(("device = ", "logger = ")))
     return hashlib.sha256("".join(kept).encode()).hexdigest()
 
 

@@ -1,29 +1,36 @@
-"""Callbacks of a training: store, TensorBoard, console, evaluation, checkpoints.
+"""Callbacks of a training: store, console, evaluation, loggers, checkpoints.
 
-`begin_run` calls the store and TensorBoard before the callbacks that it is given, and
-evaluation and checkpoints after them. So a checkpoint is saved last.
+`begin_run` calls the store before the callbacks that it is given; evaluation, loggers
+and checkpoints after them. So a checkpoint is saved last.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
-from importlib import import_module
 from math import isnan
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from esper.contracts.errors import InvalidInputError, StorageError
+from esper.contracts.errors import StorageError
 from esper.contracts.state import save
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.progress import Progress, print_line, sparkline
 from esper.runs.records import ENDLESS, VALIDATION, Results, RoundRecord, mean_return
+from esper.runs.settings import as_flat
+from esper.runs.sinks import RunInfo, Sinks, SupportsLog
 from esper.runs.store import Store
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.training.loop import PATIENCE, Callback, TrainingLoop, WorldRollout
+from esper.training.loop import (
+    EVALUATION,
+    PATIENCE,
+    Callback,
+    TrainingLoop,
+    WorldRollout,
+)
 
 MAX_LOG_LINES: Final = 16
 """Lines about rounds in the output, if it is not a terminal."""
@@ -31,27 +38,35 @@ SECONDS_PER_LINE: Final = 15
 """Minimum time between two of them, if only time limits the training."""
 LEARNED: Final = "Tamiyo"
 """Name of the policy in tables."""
+UNLOGGED: Final = ("round", "rounds", "env_steps", "update", "heads")
+"""Fields of records that are no metrics."""
 
 
 class Record(Callback):
-    """Writes rounds, steps, episodes, lifecycle events and evaluations into a store."""
+    """Writes rounds, steps, episodes, lifecycle events and evaluations into a store.
 
-    def __init__(self, store: Store, tasks: Sequence[str]) -> None:
-        self._store, self._tasks = store, tasks
+    Args:
+        store: Where to write.
+        tasks: Name of each world.
+        before: Rounds of earlier loops.
+    """
+
+    def __init__(self, store: Store, tasks: Sequence[str], before: int = 0) -> None:
+        self._store, self._tasks, self._before = store, tasks, before
 
     def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
         """Add the rows of all steps."""
-        before = loop.round * loop.algorithm.rollout_steps
+        rounds = self._before + loop.round
+        before = rounds * loop.algorithm.rollout_steps
         for task, played in zip(self._tasks, rollout, strict=True):
             for table, columns in played.rows.items():
                 rows = {**columns}
                 step = rows.pop("index") + before + 1
-                round = loop.round + 1
-                self._store.add(table, round=round, step=step, task=task, **rows)
+                self._store.add(table, round=rounds + 1, step=step, task=task, **rows)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Add the row of the round."""
-        self._store.add_round(record)
+        self._store.add_round(replace(record, round=self._before + record.round))
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
         """Add the rows of the evaluation."""
@@ -60,27 +75,53 @@ class Record(Callback):
             add(result, controller=LEARNED, task=task)
 
 
-class TensorBoard(Callback):
-    """Writes the metrics of every round for TensorBoard, by environment steps."""
+class Log(Callback):
+    """Writes the metrics of every round to loggers, by environment steps.
 
-    def __init__(self, folder: Path | str) -> None:
-        self._folder = str(folder)
-        self._writer: Any = None
+    Args:
+        loggers: Names, or objects with `log(values, step)`.
+        name: Name of the run in trackers of experiments.
+        folder: Folder of loggers that have none of their own.
+        settings: A tree of dataclasses.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str | SupportsLog],
+        name: str,
+        folder: Path,
+        settings: object,
+    ) -> None:
+        self._info = RunInfo(name=name, folder=folder, settings=as_flat(settings))
+        self._loggers, self._sinks = loggers, Sinks((), self._info)
+        self._more: dict[str, float] = {}
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
-        """Open the files; metrics after the checkpoint are no longer shown."""
-        later = loop.env_steps + 1 if resumed else None
-        self._writer = summary_writer()(self._folder, purge_step=later)
+        """Open the loggers; metrics after the checkpoint are written again."""
+        info = replace(self._info, step=loop.env_steps, resumed=resumed)
+        self._sinks = Sinks(self._loggers, info)
+        if self._more:  # of the initial policy
+            self._flush({}, loop.env_steps)
+
+    def on_metrics(self, loop: TrainingLoop, metrics: Mapping[str, float]) -> None:
+        """Keep them for the end of the round."""
+        self._more |= metrics
+
+    def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
+        """Keep the mean return for the end of the round."""
+        self._more[EVALUATION] = mean_return(results)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Write the metrics of the round."""
-        for name, value in scalars(record):
-            self._writer.add_scalar(name, value, record.env_steps)
+        self._flush(dict(scalars(record)), record.env_steps)
 
     def on_close(self) -> None:
-        """Close the files."""
-        if self._writer is not None:
-            self._writer.close()
+        """Close the loggers."""
+        self._sinks.close()
+
+    def _flush(self, values: dict[str, float], step: int) -> None:
+        more, self._more = self._more, {}
+        self._sinks.log(values | more, step)
 
 
 class ConsoleProgress(Callback):
@@ -229,23 +270,18 @@ class Checkpoint(Callback):
 
 def scalars(record: RoundRecord) -> Iterator[tuple[str, float]]:
     """The metrics of a round by name, without those that are NaN or None."""
-    named = {"round/mean_return": record.mean_return, "round/seconds": record.seconds}
-    for field in fields(UpdateRecord):
-        if field.name != "heads":
-            named[f"update/{field.name}"] = getattr(record.update, field.name)
+    named = {f"round/{name}": value for name, value in _metrics(record)}
+    named |= {f"update/{name}": value for name, value in _metrics(record.update)}
     for head, metrics in record.update.heads.items():
-        for field in fields(HeadRecord):
-            named[f"{field.name}/{head}"] = getattr(metrics, field.name)
+        named |= {f"{name}/{head}": value for name, value in _metrics(metrics)}
     for name, value in named.items():
         if value is not None and not isnan(value):
             yield name, float(value)
 
 
-def summary_writer() -> Any:  # noqa: ANN401
-    """The `SummaryWriter` class; raises an error if TensorBoard is not installed."""
-    try:
-        return import_module("torch.utils.tensorboard").SummaryWriter
-    except ImportError:
-        raise InvalidInputError(
-            "TensorBoard is not installed. Run pip install 'esper-lite[tensorboard]'."
-        ) from None
+def _metrics(
+    record: RoundRecord | UpdateRecord | HeadRecord,
+) -> Iterator[tuple[str, float | None]]:
+    for field in fields(record):
+        if field.name not in UNLOGGED:
+            yield field.name, getattr(record, field.name)

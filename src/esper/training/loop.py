@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Final, Protocol
 import numpy as np
 from torch import Tensor
 
-from esper.contracts.errors import NotFiniteError
+from esper.contracts.errors import InvalidInputError, NotFiniteError
+from esper.contracts.messages import quoted
 from esper.contracts.state import Stateful, leaves
 from esper.runs.records import Results, RoundRecord
 from esper.simic.agent.metrics import UpdateRecord
@@ -28,6 +29,8 @@ PATIENCE: Final = 3
 OVERFLOW: Final = 1e30
 """A number of this size counts as infinite: its square is."""
 BROKEN: Final = f"{PATIENCE} rounds in a row had no finite update"
+EVALUATION: Final = "evaluation/mean_return"
+"""Name of the metric of evaluations."""
 WINDOW: Final = 100
 """Episodes in the running mean of returns."""
 
@@ -97,6 +100,12 @@ class Callback:
     def on_evaluation(self, loop: "TrainingLoop", results: Results) -> None:
         """After a periodic evaluation."""
 
+    def on_metrics(self, loop: "TrainingLoop", metrics: Mapping[str, float]) -> None:
+        """Further metrics of this round, by name; any callback may call the hook."""
+
+    def on_train_end(self, loop: "TrainingLoop") -> None:
+        """After the last round of `PPO.learn`, unless there was an error."""
+
     def on_close(self) -> None:
         """At the very end, also after a signal or an error."""
 
@@ -112,6 +121,25 @@ class OnRoundEnd(Callback):
         answer = self._function(record)
         if isinstance(answer, bool | np.bool_) and not answer:
             loop.stopping = True
+
+
+OnRecord = Callable[[RoundRecord], object]
+Callbacks = Callback | OnRecord | Sequence[Callback | OnRecord] | None
+
+
+def callbacks_of(given: Callbacks) -> list[Callback]:
+    """Callbacks as a list; functions get the record of every round."""
+    if isinstance(given, list | tuple):
+        return [callback for each in given for callback in callbacks_of(each)]
+    if given is None:
+        return []
+    if isinstance(given, Callback):
+        return [given]
+    if not callable(given) or isinstance(given, type):
+        raise InvalidInputError(
+            f"callback must be a function or a Callback, got {quoted(given)}."
+        )
+    return [OnRoundEnd(given)]
 
 
 class TrainingLoop(Stateful):

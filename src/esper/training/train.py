@@ -32,6 +32,7 @@ from esper.runs.database import open_store
 from esper.runs.records import STATIC, TEST, VALIDATION, Results
 from esper.runs.run import OWN_RECORDINGS, START, STORE, TRAINING, Run, checkout_commit
 from esper.runs.settings import as_toml
+from esper.runs.sinks import require_loggers, resumed_loggers
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import RECORDINGS, WARM, TrainConfig, digest, from_toml
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -41,9 +42,8 @@ from esper.training.callbacks import (
     LEARNED,
     Checkpoint,
     Evaluate,
+    Log,
     Record,
-    TensorBoard,
-    summary_writer,
 )
 from esper.training.controller_ppo import controller_loop
 from esper.training.loop import Callback, TrainingLoop
@@ -92,6 +92,7 @@ def resume_run(
     workers: Workers | None = None,
     *,
     device: str | None = None,
+    logger: Sequence[str] | None = None,
 ) -> RunResult:
     """Continue a run from its newest valid checkpoint.
 
@@ -100,12 +101,14 @@ def resume_run(
         callbacks: Called in addition to those that record, evaluate and save.
         workers: Who trains and evaluates hosts; None: this process.
         device: Device of the learner; None: as before.
+        logger: Loggers from now on; None: as before.
     """
     with Run.open(path) as run:
         if run.finished is not None:
             raise InvalidInputError(f"run {run.name} is complete. Start a new one.")
         config = settings_of(run)
         config = replace(config, device=device or config.device)
+        config = replace(config, logger=resumed_loggers(config.logger, logger))
         usable_device(config.device)
         check_memory(config, check_worlds(config))
         first = (f"Resuming {run.name}: {_describe(config)}.",)
@@ -145,8 +148,7 @@ def _check(config: TrainConfig) -> None:
                 f"start_from is {learned.name!r:.60}, whose policy has other sizes "
                 "than learner.policy. Use the same sizes."
             )
-    if config.checkpoint.tensorboard:
-        summary_writer()
+    require_loggers(config.logger)
 
 
 def _starts_from_recordings(config: TrainConfig) -> bool:
@@ -196,13 +198,11 @@ def _attempt(
     facts = {"config": digest(config), "actions": mixture.spec.describe()}
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
     with usable_store(run.path / STORE, run.id) as store:
-        own: list[Callback] = [Record(store, names)]
-        if config.checkpoint.tensorboard:
-            own.append(TensorBoard(run.path / "tensorboard"))
-        own += callbacks
+        own: list[Callback] = [Record(store, names), *callbacks]
         if not config.simulated:  # the simulated world has no hosts
             validate = partial(_validate, config, workers)
             own.append(Evaluate(config.evaluation.every, validate))
+        own.append(Log(config.logger, run.name, run.path, config))
         own.append(Checkpoint(store, checkpoints, config.checkpoint.every, facts))
         steps = steps_of(config)
         loop = controller_loop(mixture, config, steps, own, signals, workers)
