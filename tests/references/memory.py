@@ -24,7 +24,7 @@ def conv_mingru(memory, inputs, episode_start, state):
     """ConvMinGRU as a loop over environments and steps."""
     envs, _, width = inputs.shape
     last = []
-    for layer, scan in enumerate(memory.scans):
+    for layer, gates in enumerate(memory.gates):
         rows, ends = [], []
         for env in range(envs):
             hidden, *seen = state[env, layer].split(width)  # the newest input first
@@ -34,7 +34,7 @@ def conv_mingru(memory, inputs, episode_start, state):
                     hidden, seen = torch.zeros_like(hidden), []
                 taps = memory.taps[layer][: 1 + len(seen)]
                 mixed = memory.bias[layer] + (taps * torch.stack([x, *seen])).sum(0)
-                gate, candidate = scan.gates[0](silu(mixed)).chunk(2)
+                gate, candidate = gates(silu(mixed)).chunk(2)
                 z = torch.sigmoid(gate)
                 hidden = (1 - z) * hidden + (z * (2 - z)).sqrt() * candidate
                 outputs.append(x + hidden)

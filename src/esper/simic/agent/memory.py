@@ -16,7 +16,7 @@ the state is reset before use.
 """
 
 import math
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -60,16 +60,15 @@ class MinGRU(nn.Module):
         return inputs, torch.stack(last, dim=1)
 
 
-class ConvMinGRU(nn.Module):
+class ConvMinGRU(MinGRU):
     """MinGRU whose gates read the last inputs of the episode.
 
     The state of a layer is the hidden state and the last inputs, newest first.
     """
 
     def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__()
+        super().__init__(width, layers)
         self.state_shape = (layers, TAPS * width)
-        self.scans = nn.ModuleList(MinGRU(width) for _ in range(layers))
         self.taps = nn.Parameter(torch.empty(layers, TAPS, width))
         self.bias = nn.Parameter(torch.zeros(layers, width))
         nn.init.uniform_(self.taps, -(TAPS**-0.5), TAPS**-0.5)
@@ -83,7 +82,7 @@ class ConvMinGRU(nn.Module):
         """Run over `inputs` from `state`."""
         time, last = inputs.shape[1], []
         fresh = episode_start.unsqueeze(-1)
-        for layer, scan in enumerate(self.scans):
+        for layer, gates in enumerate(self.gates):
             before = state[:, layer].unflatten(-1, (TAPS, -1))
             earlier, kept = inputs, [inputs[:, -1]]
             mixed = torch.addcmul(self.bias[layer], inputs, self.taps[layer, 0])
@@ -93,8 +92,7 @@ class ConvMinGRU(nn.Module):
                 earlier = torch.where(fresh, 0.0, earlier)
                 mixed = torch.addcmul(mixed, earlier, self.taps[layer, lag])
                 kept.append(earlier[:, -1])
-            gates = scan.gates[0](silu(mixed))
-            hidden = gated_scan(gates, episode_start, before[:, 0])
+            hidden = gated_scan(gates(silu(mixed)), episode_start, before[:, 0])
             inputs = inputs + hidden
             last.append(torch.cat((hidden[:, -1], *kept[: TAPS - 1]), dim=-1))
         return inputs, torch.stack(last, dim=1)
@@ -121,10 +119,10 @@ class Cells(nn.Module):
         self.cells = nn.ModuleList(cells)
         # Gates of a GRU: reset, update (1 keeps the state), candidate. Of an LSTM:
         # input, forget, candidate, output.
-        clear, keep = (SHUT, SHUT, 0.0), (0.0, -SHUT, 0.0)
+        clear_and_keep: Any = ((SHUT, SHUT, 0.0), (0.0, -SHUT, 0.0))
         if parts == 2:
-            clear, keep = (SHUT, SHUT, 0.0, SHUT), (SHUT, -SHUT, 0.0, 0.0)
-        controls = torch.tensor([clear, keep]).repeat_interleave(width, 1).T
+            clear_and_keep = ((SHUT, SHUT, 0.0, SHUT), (SHUT, -SHUT, 0.0, 0.0))
+        controls = torch.tensor(clear_and_keep).repeat_interleave(width, 1).T
         self.register_buffer("controls", controls.contiguous(), persistent=False)
 
     def forward(
@@ -139,6 +137,7 @@ class Cells(nn.Module):
         places, controls = self._places(episode_start)
         last = []
         for layer, cell in enumerate(self.cells):
+            assert isinstance(cell, nn.RNNCellBase)
             ones = inputs.new_ones(*inputs.shape[:2], 1)
             rows = torch.cat((inputs, ones), dim=-1)
             if controls is not None:
@@ -177,7 +176,7 @@ class Cells(nn.Module):
         return places, torch.stack((clear, keep), dim=-1)
 
     def _run(
-        self, cell: nn.Module, rows: Tensor, state: Tensor
+        self, cell: nn.RNNCellBase, rows: Tensor, state: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Outputs `[env, time, width]` and the last state of one layer."""
         columns = [cell.weight_ih, cell.bias_ih[:, None]]
