@@ -1,12 +1,13 @@
 """`esper.PPO` through its public door."""
 
+import inspect
 import json
 import math
 import subprocess
 import sys
 import tracemalloc
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import gymnasium
@@ -16,7 +17,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from esper import PPO, PPOConfig
+from esper import PPO
 from esper.contracts.errors import (
     EsperWarning,
     InvalidInputError,
@@ -28,7 +29,7 @@ from esper.contracts.state import save
 from esper.files import pack, read_safetensors
 from esper.rl.doctor import examine
 from esper.rl.nested import space_data, space_of
-from esper.rl.ppo import DEFAULTS
+from esper.rl.settings import PPOSettings
 from tests.rl.environments import (
     SIZES,
     STARTS,
@@ -41,7 +42,7 @@ from tests.rl.environments import (
 )
 
 MODES = tuple(AutoresetMode)
-ONCE = PPOConfig(epochs=1, minibatches=1)
+ONCE = {"epochs": 1, "minibatches": 1}
 SMALL = {"width": 8, "rollout_steps": 12}
 USED = ((True, False, True), (True, True, False), (True, True, True))
 """Heads of `Chance` that each choice of the first one uses."""
@@ -81,7 +82,7 @@ def assert_same_agents(one, other):
 def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
     """KL and ratios are zero before the first step, in every autoreset mode."""
     for mode in MODES:
-        agent = PPO(vector(chance(masks), 3, mode), memory=memory, ppo=ONCE, **SMALL)
+        agent = PPO(vector(chance(masks), 3, mode), memory=memory, **ONCE, **SMALL)
         records = learnt(agent, 3 * 36)
         assert len(records) == 3
         for record in records:
@@ -96,7 +97,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
 def test_the_same_with_other_networks_and_with_a_causal_table(options):
     table = [[True, True, False], [True, False, True], [True, False, False]]
     env = chance(relevant=table)
-    agent = PPO(env, memory="gru", head_relevance=table, ppo=ONCE, **SMALL, **options)
+    agent = PPO(env, memory="gru", head_relevance=table, **ONCE, **SMALL, **options)
     for record in learnt(agent, 3 * 96):
         assert abs(record.update.kl) < 1e-6
         shares = [head.openness for head in record.update.heads.values()]
@@ -109,7 +110,7 @@ def test_the_same_with_other_networks_and_with_a_causal_table(options):
 def test_masks_that_depend_on_the_first_choice_and_heads_that_see_earlier_ones(
     env, autoregressive
 ):
-    agent = PPO(env, memory="gru", autoregressive=autoregressive, ppo=ONCE, **SMALL)
+    agent = PPO(env, memory="gru", autoregressive=autoregressive, **ONCE, **SMALL)
     for record in learnt(agent, 3 * 192):
         assert abs(record.update.kl) < 1e-6
         assert record.update.clip_fraction == 0
@@ -258,10 +259,15 @@ def test_the_seed_decides_everything_and_another_gives_another_agent():
 @pytest.mark.parametrize("memory", ["lstm", "none"])
 def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
     file = tmp_path / "deep" / "agent.safetensors"
-    config = PPOConfig(
-        minibatches=2, target_kl=math.inf, head_entropy={"action.1": 0.1}
-    )
-    agent = PPO(chance(), memory=memory, num_envs=2, ppo=config, **SMALL).learn(48)
+    agent = PPO(
+        chance(),
+        memory=memory,
+        num_envs=2,
+        minibatches=2,
+        target_kl=math.inf,
+        head_entropy={"action.1": 0.1},
+        **SMALL,
+    ).learn(48)
     agent.save(file)
     twins = [PPO.load(file, env=chance()) for _ in range(2)]
     for twin in twins:
@@ -402,23 +408,12 @@ def test_a_space_comes_back_from_plain_data(space):
     assert again.dtype == space.dtype
 
 
-def test_settings_of_the_update_are_laid_over_the_usual_ones():
-    agent = PPO(chance(), ppo={"entropy_coef": 0.02}, num_envs=2, **SMALL)
-    assert agent.settings.ppo == replace(DEFAULTS, entropy_coef=0.02)
-    with pytest.raises(
-        InvalidInputError,
-        match="no setting 'entropy_coeff'; did you mean 'entropy_coef'",
-    ):
-        PPO(chance(), ppo={"entropy_coeff": 0.02})
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_schedule_in_the_update_is_refused_in_one_line():
-    for given in (None, "1e-3", lambda progress: 1e-3):
-        with pytest.raises(
-            InvalidInputError, match="learning_rate must be a number, got"
-        ):
-            PPOConfig(learning_rate=given)
+def test_the_constructor_has_every_setting_with_its_default():
+    arguments = inspect.signature(PPO).parameters
+    usual = PPOSettings()
+    for item in fields(usual):
+        assert arguments[item.name].default == getattr(usual, item.name), item.name
+        assert f"\n        {item.name}: " in PPO.__doc__
 
 
 def test_without_a_seed_one_is_drawn_and_kept():
@@ -436,11 +431,11 @@ def test_numbers_of_numpy_are_settings_too(tmp_path):
         "gamma": np.float32(0.9),
     }
     given |= {"seed": np.int64(3), "normalize": np.True_, "width": np.int64(8)}
-    ppo = {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
-    PPO(chance(), ppo=ppo, **given).learn(16).save(tmp_path / "agent")
+    given |= {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
+    PPO(chance(), **given).learn(16).save(tmp_path / "agent")
     loaded = PPO.load(tmp_path / "agent").settings
     assert (loaded.seed, loaded.num_envs, loaded.normalize) == (3, 2, True)
-    assert loaded.ppo.learning_rate == np.float32(1e-3)
+    assert loaded.learning_rate == np.float32(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -691,7 +686,7 @@ def test_small_codes_in_images_are_not_taken_for_black(
         )
         return env
 
-    agent = PPO(make, num_envs=2, ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, **ONCE, **SMALL)
     for record in learnt(agent, 72):
         assert abs(record.update.kl) < 1e-6
     assert agent.policy.image_scale.item() == pytest.approx(1 / divisor)
@@ -717,7 +712,7 @@ def test_an_image_that_becomes_brighter_is_scaled_after_the_update():
         env.observation_space = spaces.Box(0, 255, (1, 6, 6), np.uint8)
         return env
 
-    agent, divisors = PPO(make, num_envs=2, ppo=ONCE, **SMALL), []
+    agent, divisors = PPO(make, num_envs=2, **ONCE, **SMALL), []
 
     def note(record):
         assert abs(record.update.kl) < 1e-6
@@ -854,7 +849,7 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
     def make():
         return Odd(OBSERVATIONS[seen], ACTIONS[chosen])
 
-    agent = PPO(make, num_envs=2, memory="mingru", ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, memory="mingru", **ONCE, **SMALL)
     records = learnt(agent, 48)
     assert all(abs(r.update.kl) < 1e-6 for r in records)
     assert records[-1].recent_return == 3.0
@@ -952,9 +947,10 @@ def bad_mask(mask):
         (chance(), {"seed": -1}, "seed must be greater than or equal to 0"),
         (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
         (chance(), {"width": None}, r"width must be a valid integer"),
-        (chance(), {"ppo": {"learning_rate": min}}, "Schedules are not supported"),
-        (chance(), {"ppo": {"head_entropy": {"a": ""}}}, "a must be a valid number"),
-        (chance(), {"ppo": 3}, "ppo must be a PPOConfig or a mapping, got 3"),
+        (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
+        (chance(), {"learning_rate": 2}, "learning_rate must be at most 1; got 2"),
+        (chance(), {"clip_range": 0.0}, "clip_range must be positive, got 0"),
+        (chance(), {"head_entropy": {"a": ""}}, "head_entropy must be a valid number"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (
             chance(),
@@ -1287,7 +1283,7 @@ HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "
         ({"settings__memory": "os.system"}, "memory: Input should be"),
         ({"settings__girth": 1}, "girth"),
         ({"settings__num_envs": "16"}, "num_envs"),
-        ({"settings": []}, "TypeError"),
+        ({"settings": []}, "KeyError"),
         ({"action_space__n": 10**10}, "a space has"),
         ({"action_space__n": 1 << 19}, "does not fit"),
         ({"action_space__n": -1}, "a space has the size"),

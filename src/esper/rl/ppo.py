@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -51,16 +52,17 @@ from esper.files import (
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
-from esper.rl.settings import DEFAULTS, PPOSettings, settings_from
+from esper.rl.settings import PPOSettings, plain
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import MaskSource, Source, Vector, Vectorization
 from esper.rl.world import GymSeen, GymWorld
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
 from esper.runs.streams import stream, stream_seed
+from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
-from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rollout import RolloutState, collect, play, start
 from esper.training.loop import (
@@ -109,6 +111,20 @@ class PPO(Stateful):
         rollout_steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
+        learning_rate: Adam learning rate.
+        epochs: Passes over each rollout.
+        minibatches: Minibatches per pass, of whole sequences of some environments; at
+            most `num_envs`.
+        clip_range: Clip range of the probability ratio.
+        clip_mode: Ratio to clip: "joint" (of all heads), "per_head", or "mixed" (mean
+            of both losses).
+        target_kl: Stop an update when KL(old || new) exceeds this; inf: never.
+        entropy_coef: Entropy coefficient. Entropies are divided by their maximum.
+        head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
+        value_coef: Value loss coefficient.
+        value_clip: Clip range of the value, in standard deviations of returns.
+        value_norm_decay: Decay per update of mean and variance of returns.
+        max_grad_norm: Maximum norm of the gradient.
         end_factor: Fraction of learning rate and entropy coefficients at the end of
             `learn`; 1 keeps them constant, for many short calls.
         width: Hidden layer width.
@@ -122,7 +138,6 @@ class PPO(Stateful):
             bool [op, head].
         masks: Source of action masks: "observation", "info", "method", or None for no
             masks; "auto" detects it.
-        ppo: Settings of the update; a mapping changes some of the defaults.
         env_timeout: Maximum seconds of one call of the environments.
         device: Device of the policy, the rollouts and the update. Environments run on
             the CPU.
@@ -143,6 +158,18 @@ class PPO(Stateful):
         rollout_steps: int = 128,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
+        learning_rate: float = 2e-3,
+        epochs: int = 4,
+        minibatches: int = 8,
+        clip_range: float = 0.2,
+        clip_mode: ClipMode = "joint",
+        target_kl: float = 0.03,
+        entropy_coef: float = 0.01,
+        head_entropy: Mapping[str, float] = MappingProxyType({}),
+        value_coef: float = 0.5,
+        value_clip: float | None = None,
+        value_norm_decay: float = 0.95,
+        max_grad_norm: float = 0.5,
         end_factor: float = 0.1,
         width: int = 64,
         layers: int = 1,
@@ -151,7 +178,6 @@ class PPO(Stateful):
         normalize: bool = True,
         head_relevance: Any = None,  # noqa: ANN401
         masks: MaskSource | None = "auto",
-        ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -159,7 +185,7 @@ class PPO(Stateful):
         values = {name: given[name] for name in PPOSettings.__dataclass_fields__}
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
-        settings = settings_from(values)
+        settings = PPOSettings(**plain(values))
         where = usable_device(device)
         vector = Vector(
             env,
@@ -209,8 +235,7 @@ class PPO(Stateful):
             device=device,
         )
         order = stream_seed(settings.seed, "order")
-        parts = min(settings.ppo.minibatches, envs)
-        config = replace(settings.ppo, minibatches=parts)
+        config = replace(settings, minibatches=min(settings.minibatches, envs))
         self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
         self.observations = ObservationReader(spec, normalize=settings.normalize)
         self.world: GymWorld | None = None
@@ -490,11 +515,8 @@ class PPO(Stateful):
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
         settings = asdict(self.settings)
-        # JSON has no infinity, which switches target_kl off.
-        settings["ppo"] = {
-            name: "inf" if value == math.inf else value
-            for name, value in settings["ppo"].items()
-        }
+        if self.settings.target_kl == math.inf:  # JSON has no infinity
+            settings["target_kl"] = "inf"
         facts = {"settings": settings, "masked": self.masked, "factor": self.factor}
         facts |= self.spec.describe()
         manifest = manifest_of(facts, self.env_steps)
@@ -681,12 +703,10 @@ def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
 def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
     """Spaces and settings of a saved agent; refuses what `PPO.save` did not write."""
     try:
-        data = manifest.facts["settings"]
-        ppo = {
-            name: math.inf if value == "inf" else value
-            for name, value in data["ppo"].items()
-        }
-        text = json.dumps({**data, "ppo": ppo})
+        data = dict(manifest.facts["settings"])
+        if data["target_kl"] == "inf":
+            data["target_kl"] = math.inf
+        text = json.dumps(data)
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
         with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype
             return SpaceSpec.from_data(manifest.facts), settings

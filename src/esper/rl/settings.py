@@ -4,14 +4,12 @@ The names are those of the constructor of `PPO` and of the options of `esper ppo
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
-from typing import Annotated, Any, Final
+from dataclasses import field
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from esper.contracts.errors import unknown
-from esper.contracts.messages import quoted, refusal
 from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
@@ -20,21 +18,15 @@ from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
 
-DEFAULTS: Final = PPOConfig(
-    learning_rate=2e-3,
-    epochs=4,
-    minibatches=8,
-    entropy_coef=0.01,
-    target_kl=0.03,
-)
-"""One set for all tasks."""
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 @settings
-class PPOSettings:
+class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
+    learning_rate: float = 2e-3
+    minibatches: int = 8
     memory: MemoryName = "none"
     """Memory type: mingru, gru, lstm or none."""
     num_envs: Count = 16
@@ -64,12 +56,11 @@ class PPOSettings:
     """Normalise numeric observations with running statistics."""
     seed: RngSeed = 0
     """Seed of weights, actions, minibatches and environments."""
-    ppo: PPOConfig = DEFAULTS
-    """Hyperparameters of the PPO update."""
 
     def __post_init__(self) -> None:
         """Refuse what the fields alone let through."""
-        check_limits("ppo", self.ppo)
+        PPOConfig.__post_init__(self)
+        check_limits("", self, PPOConfig)
 
 
 @settings
@@ -101,38 +92,8 @@ class PPORunConfig(PPOSettings):
             validate_name(self.name)
 
 
-def settings_from(values: Mapping[str, Any]) -> PPOSettings:
-    """Settings of an agent from the arguments of its constructor.
-
-    Args:
-        values: By name; `ppo` may be a mapping that changes some of the defaults.
-    """
-    ppo = values["ppo"]
-    if not isinstance(ppo, PPOConfig):
-        if not isinstance(ppo, Mapping):
-            raise refusal(f"ppo must be a PPOConfig or a mapping, got {quoted(ppo)}.")
-        usual = asdict(DEFAULTS)
-        for name, value in ppo.items():
-            if name not in usual:
-                raise unknown("ppo has no setting", name, usual)
-            if callable(value):
-                raise refusal(f"ppo.{name} is a function. Schedules are not supported.")
-        try:
-            ppo = _PPO.validate_python(usual | _plain(ppo))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(("ppo", *map(str, first["loc"])))
-            why = first["msg"].removeprefix("Input should be ")
-            text = f"{name} must be {why}, got {quoted(first['input'])}."
-            raise first.get("ctx", {}).get("error") or refusal(text) from None
-    return PPOSettings(**_plain({**values, "ppo": ppo}))
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
+def plain(value: Any) -> Any:  # noqa: ANN401
     """A value without NumPy's numbers, which files do not hold."""
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: plain(inner) for name, inner in value.items()}
     return value.item() if isinstance(value, np.generic) else value
-
-
-_PPO: Final = TypeAdapter(PPOConfig)
