@@ -774,6 +774,56 @@ def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path
     assert learn(agent, 3) == [(0.75, 72), (0.5, 96), (0.25, 120)]
 
 
+def warm_up(progress):
+    return min(1.0, 0.5 + progress)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", (1, 1, 1)),
+        ("linear", (1, 0.55, 0.1)),
+        ("cosine", (1, 0.55, 0.1)),
+        (warm_up, (0.5, 1, 1)),
+        (lambda progress: 0.0, (0, 0, 0)),
+    ],
+)
+def test_schedules_move_learning_rate_entropy_and_clip_range(schedule, expected):
+    for name in ("schedule", "clip_schedule"):
+        given = {"schedule": "constant"} | {name: schedule}
+        agent = PPO(chance(), num_envs=2, **given, **SMALL, **ONCE)
+        agent.learn(72)
+        learner, settings = agent.agent, agent.settings
+        rates = [settings.factors(done)[name != "schedule"] for done in (0, 0.5, 1)]
+        assert rates == pytest.approx(expected)
+        (group,) = learner.optimizer.param_groups
+        last = {"schedule": 1.0, "clip_schedule": 1.0, name: expected[-1]}
+        assert group["lr"] == pytest.approx(2e-3 * last["schedule"])
+        assert learner._entropy.tolist() == pytest.approx([0.01 * last["schedule"]] * 3)
+        clip = learner._annealed.clip_range
+        assert clip == pytest.approx(0.2 * last["clip_schedule"], abs=1e-7)
+    assert PPOSettings(schedule="cosine").factors(0.25)[0] == pytest.approx(
+        0.8682, 1e-3
+    )
+
+
+def test_a_clip_range_of_zero_stops_the_policy_where_its_ratio_moved_away():
+    """The clip range in the loss is that of the schedule."""
+    fractions = []
+    for clip in (lambda progress: 0.0, lambda progress: 1e6):
+        agent = PPO(chance(), num_envs=2, clip_schedule=clip, **SMALL)
+        agent.learn(24, callback=lambda r: fractions.append(r.update.clip_fraction))
+    assert fractions[0] > 0.5
+    assert fractions[1] == 0
+
+
+def test_a_schedule_that_returns_no_number_is_refused():
+    for wrong in (type, str, lambda progress: -1.0, lambda progress: math.nan):
+        agent = PPO(chance(), schedule=wrong, num_envs=2, **SMALL)
+        with pytest.raises(InvalidInputError, match="schedule must return a finite"):
+            agent.learn(24)
+
+
 def test_records_have_the_mean_of_the_last_hundred_episodes():
     class Counted(Seen):
         horizon, paid = 20, 0
@@ -949,6 +999,13 @@ def bad_mask(mask):
         (chance(), {"width": None}, r"width must be a valid integer"),
         (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
         (chance(), {"learning_rate": 2}, "learning_rate must be at most 1; got 2"),
+        (
+            chance(),
+            {"schedule": "linaer"},
+            "no schedule 'linaer'; did you mean 'linear",
+        ),
+        (chance(), {"clip_schedule": 3}, "clip_schedule: there is no schedule '3'"),
+        (chance(), {"schedule": "function f"}, "was the function f, and a file"),
         (chance(), {"clip_range": 0.0}, "clip_range must be positive, got 0"),
         (chance(), {"head_entropy": {"a": ""}}, "head_entropy must be a valid number"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),

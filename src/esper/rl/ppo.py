@@ -18,7 +18,7 @@ import secrets
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
@@ -52,12 +52,13 @@ from esper.files import (
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
-from esper.rl.settings import PPOSettings, plain
+from esper.rl.settings import LOST, SCHEDULES, PPOSettings, Schedule, plain
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import MaskSource, Source, Vector, Vectorization
 from esper.rl.world import GymSeen, GymWorld
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
+from esper.runs.settings import as_flat
 from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
@@ -125,8 +126,11 @@ class PPO(Stateful):
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
         max_grad_norm: Maximum norm of the gradient.
-        end_factor: Fraction of learning rate and entropy coefficients at the end of
-            `learn`; 1 keeps them constant, for many short calls.
+        schedule: How learning rate and entropy coefficients move during `learn`:
+            "linear", "cosine" or "constant", or a function that returns their factor
+            at a progress from 0 to 1.
+        clip_schedule: The same for the clip range.
+        end_factor: Fraction to which linear and cosine schedules fall.
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
@@ -170,6 +174,8 @@ class PPO(Stateful):
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
         max_grad_norm: float = 0.5,
+        schedule: Schedule = "linear",
+        clip_schedule: Schedule = "constant",
         end_factor: float = 0.1,
         width: int = 64,
         layers: int = 1,
@@ -186,6 +192,7 @@ class PPO(Stateful):
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
         settings = PPOSettings(**plain(values))
+        settings.require_schedules()
         where = usable_device(device)
         vector = Vector(
             env,
@@ -249,8 +256,8 @@ class PPO(Stateful):
         """Updates so far."""
         self.masked = False
         """Whether its environments have masks: then no action is chosen without."""
-        self.factor = 1.0
-        """Factor of learning rate and entropy coefficients after the last `learn`."""
+        self.progress = 0.0
+        """Progress of the schedules in the last round, from 0 to 1."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
 
@@ -265,9 +272,9 @@ class PPO(Stateful):
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
-        Learning rate and entropy coefficients fall linearly to `end_factor` of their
-        settings. A further call starts from the factor that the last one reached, so
-        that they never rise; after a complete call they stay at `end_factor`.
+        Schedules move from progress 0 in the first update to 1 in the last. A further
+        call goes on from the progress that the last one reached; after a complete call
+        it stays at 1.
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
@@ -288,7 +295,7 @@ class PPO(Stateful):
             )
         world, settings = self._world(), self.settings
         if reset_num_timesteps:
-            self.env_steps, self.factor = 0, 1.0
+            self.env_steps, self.progress = 0, 0.0
             self._recent.clear()
         callbacks: list[Callback] = []
         if log is not None:
@@ -298,13 +305,19 @@ class PPO(Stateful):
         if callback is not None:
             callbacks.append(OnRoundEnd(callback))
         rounds = math.ceil(total_steps / (settings.num_envs * settings.rollout_steps))
-        factors = self.factor, settings.end_factor
-        loop = TrainingLoop(self, rounds, None, factors, callbacks, recent=self._recent)
+        loop = TrainingLoop(
+            self,
+            rounds,
+            factors=settings.factors,
+            callbacks=callbacks,
+            recent=self._recent,
+            start=self.progress,
+        )
         try:
             loop.run()
         finally:
             loop.call("on_close")
-            self.factor = loop.last_factor
+            self.progress = loop.last_progress
         if log is not None:
             self.save(Path(log) / "agent.safetensors")
         return self
@@ -514,10 +527,14 @@ class PPO(Stateful):
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
-        settings = asdict(self.settings)
+        settings = as_flat(self.settings)
+        for name in SCHEDULES:
+            if callable(given := settings[name]):
+                named = getattr(given, "__qualname__", type(given).__qualname__)
+                settings[name] = f"{LOST}{named}"
         if self.settings.target_kl == math.inf:  # JSON has no infinity
             settings["target_kl"] = "inf"
-        facts = {"settings": settings, "masked": self.masked, "factor": self.factor}
+        facts = {"settings": settings, "masked": self.masked, "progress": self.progress}
         facts |= self.spec.describe()
         manifest = manifest_of(facts, self.env_steps)
         file = Path(path)
@@ -572,8 +589,8 @@ class PPO(Stateful):
             agent._require_spaces(vector)
         load(agent, tensors)
         agent.masked = manifest.facts.get("masked") is True
-        factor = manifest.facts.get("factor")
-        agent.factor = factor if isinstance(factor, float) and 0 <= factor <= 1 else 1.0
+        done = manifest.facts.get("progress")
+        agent.progress = done if isinstance(done, float) and 0 <= done <= 1 else 0.0
         return agent
 
     def close(self) -> None:

@@ -3,13 +3,15 @@
 The names are those of the constructor of `PPO` and of the options of `esper ppo`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Annotated, Any
+from math import cos, inf, pi
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
+from esper.contracts.messages import quoted, refusal, unknown
 from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
@@ -19,6 +21,30 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+FALLS: Final[dict[str, Callable[[float], float]]] = {
+    "constant": lambda progress: 0.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
+}
+"""How much of the way to `end_factor` is done at some progress from 0 to 1."""
+SCHEDULES: Final = ("schedule", "clip_schedule")
+LOST: Final = "function "
+"""Start of a schedule that was a function; a file keeps only its name."""
+Schedule = Literal["constant", "linear", "cosine"] | Callable[[float], float]
+
+
+def _schedule(given: object) -> object:
+    if callable(given) or (isinstance(given, str) and given.startswith(LOST)):
+        return given
+    if not isinstance(given, str) or given not in FALLS:
+        raise unknown("there is no schedule", str(given), FALLS)
+    return given
+
+
+ScheduleSetting = Annotated[
+    Schedule, PlainValidator(_schedule), WithJsonSchema({"type": "string"})
+]
 
 
 @settings
@@ -42,8 +68,12 @@ class PPOSettings(PPOConfig):
     """Discount factor per step."""
     gae_lambda: Fraction = 0.95
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
+    schedule: ScheduleSetting = "linear"
+    """How learning rate and entropy coefficients fall: linear, cosine or constant."""
+    clip_schedule: ScheduleSetting = "constant"
+    """How the clip range falls: linear, cosine or constant."""
     end_factor: Fraction = 0.1
-    """Learning rate and entropy coefficients fall linearly to this fraction."""
+    """Linear and cosine schedules fall to this fraction."""
     width: Count = 64
     """Width of the hidden layers and of the memory."""
     layers: Annotated[int, Field(ge=1, le=64)] = 1
@@ -61,6 +91,33 @@ class PPOSettings(PPOConfig):
         """Refuse what the fields alone let through."""
         PPOConfig.__post_init__(self)
         check_limits("", self, PPOConfig)
+
+    def factors(self, progress: float) -> tuple[float, float]:
+        """Factor of learning rate and entropy, and of the clip range, at a progress."""
+        main, clip = (self._factor(name, progress) for name in SCHEDULES)
+        return main, clip
+
+    def _factor(self, name: str, progress: float) -> float:
+        schedule: Schedule = getattr(self, name)
+        if isinstance(schedule, str):
+            return 1.0 + (self.end_factor - 1.0) * FALLS[schedule](progress)
+        factor: object = schedule(progress)
+        if not isinstance(factor, float | int | np.number) or not 0.0 <= factor < inf:
+            raise refusal(
+                f"{name} must return a finite number from 0, got {quoted(factor)} at "
+                f"progress {progress:.3g}."
+            )
+        return float(factor)
+
+    def require_schedules(self) -> None:
+        """Refuse schedules that were functions and were not given again."""
+        for name in SCHEDULES:
+            text = getattr(self, name)
+            if isinstance(text, str) and text.startswith(LOST):
+                raise refusal(
+                    f"{name} was the {text[:60]}, and a file holds no functions. Give "
+                    f"{name}=... again."
+                )
 
 
 @settings
