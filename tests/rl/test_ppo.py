@@ -817,6 +817,43 @@ def test_a_clip_range_of_zero_stops_the_policy_where_its_ratio_moved_away():
     assert fractions[1] == 0
 
 
+def test_a_schedule_is_saved_by_name_and_a_function_is_given_again(tmp_path):
+    options = {"num_envs": 2, **SMALL, **ONCE}
+    agent = PPO(chance(), schedule=warm_up, clip_schedule="cosine", **options)
+    agent.learn(96, callback=lambda record: record.round < 2)
+    agent.save(tmp_path / "agent")
+    with pytest.raises(InvalidInputError, match="was the function warm_up, and a file"):
+        PPO.load(tmp_path / "agent", env=chance())
+    PPO.load(tmp_path / "agent").save(tmp_path / "again")
+    again = PPO.load(tmp_path / "again", env=chance(), schedule=warm_up)
+    assert again.settings == agent.settings
+    assert again.progress == agent.progress == pytest.approx(1 / 3)
+    rates = []
+    again.learn(72, callback=lambda record: rates.append(record.learning_rate / 2e-3))
+    assert rates == pytest.approx([0.5 + 1 / 3, 1, 1])
+
+
+def test_a_loaded_agent_takes_changes_and_keeps_what_its_weights_fix(tmp_path):
+    file = tmp_path / "agent"
+    agent = PPO(chance(), num_envs=4, memory="gru", minibatches=3, **SMALL).learn(48)
+    agent.save(file)
+    changes = {"num_envs": 2, "rollout_steps": 6, "learning_rate": 1e-3, "seed": 7}
+    one, two = (PPO.load(file, env=chance(), **changes) for _ in range(2))
+    assert one.settings == replace(agent.settings, **changes)
+    assert one.agent.config.minibatches == 2
+    assert_same_agents(one.learn(24), two.learn(24))
+    assert PPO.load(file, env=chance(), num_envs=8).agent.config.minibatches == 3
+    other = PPO.load(file, env=chance(), **changes | {"seed": 8}).learn(24)
+    assert not torch.equal(one.policy.head_out.weight, other.policy.head_out.weight)
+    for fixed in ("memory", "width", "layers", "normalize", "head_relevance"):
+        with pytest.raises(InvalidInputError, match=f"{fixed} belongs to the saved"):
+            PPO.load(file, **{fixed: 1})
+    with pytest.raises(InvalidInputError, match="no setting 'learning_rat'; did you"):
+        PPO.load(file, learning_rat=1e-3)
+    with pytest.raises(InvalidInputError, match="clip_range must be positive"):
+        PPO.load(file, clip_range=-1.0)
+
+
 def test_a_schedule_that_returns_no_number_is_refused():
     for wrong in (type, str, lambda progress: -1.0, lambda progress: math.nan):
         agent = PPO(chance(), schedule=wrong, num_envs=2, **SMALL)

@@ -67,7 +67,12 @@ def reinforcement_learning(folder: Path) -> None:
     agent.save(folder / "agent.safetensors")
     agent.close()
     again = PPO.load(
-        folder / "agent.safetensors", env="CartPole-v1", vectorization="sync"
+        folder / "agent.safetensors",
+        env="CartPole-v1",
+        vectorization="sync",
+        num_envs=1,
+        learning_rate=1e-4,
+        schedule=lambda progress: 1.0 - progress,
     )
     assert_type(again, PPO)
     again.close()
@@ -203,6 +208,8 @@ def refused_by_type_checkers() -> None:
     PPO("CartPole-v1", memory="mingur")  # type: ignore[arg-type]
     PPO("CartPole-v1", vectorization="asink")  # type: ignore[arg-type]
     PPO("CartPole-v1", clip_mode="both")  # type: ignore[arg-type]
+    PPO("CartPole-v1", schedule="linaer")  # type: ignore[arg-type]
+    PPO.load("agent", width=8)  # type: ignore[call-arg]
     PPO("CartPole-v1", learning_rate="1e-3")  # type: ignore[arg-type]
     PPO("CartPole-v1", masks="inof")  # type: ignore[arg-type]
     PPOConfig(clip_mode="both")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 import numpy as np
 import torch
@@ -52,7 +52,15 @@ from esper.files import (
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
-from esper.rl.settings import LOST, SCHEDULES, PPOSettings, Schedule, plain
+from esper.rl.settings import (
+    LOST,
+    SCHEDULES,
+    Changes,
+    PPOSettings,
+    Schedule,
+    changed,
+    plain,
+)
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import MaskSource, Source, Vector, Vectorization
 from esper.rl.world import GymSeen, GymWorld
@@ -554,40 +562,54 @@ class PPO(Stateful):
         path: str | Path,
         env: Source | None = None,
         *,
-        vectorization: Vectorization = "sync",
         masks: MaskSource | None = "auto",
         device: torch.device | str = "cpu",
+        **changes: Unpack[Changes],
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 
         Args:
             path: The file.
             env: Where to learn on and evaluate; not needed to predict.
-            vectorization: As in `PPO`.
             masks: As in `PPO`.
             device: As in `PPO`.
+            changes: Settings of `PPO` that replace those of the file. A `seed` starts
+                new random numbers. Without `vectorization`, it is "sync".
         """
         tensors, manifest = read_safetensors(Path(path), _fit_agent)
         assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
-        settings = replace(settings, vectorization=vectorization)
+        given: dict[str, Any] = {"vectorization": "sync", **changes}
+        if "seed" in given and given["seed"] is None:
+            given["seed"] = secrets.randbelow(2**32)
+        settings = changed(settings, given)
         agent, where = cls.__new__(cls), usable_device(device)
         agent._source, agent._masks = env, masks
         vector = None
         if env is not None:
+            settings.require_schedules()
             vector = Vector(
                 env,
                 settings.num_envs,
-                vectorization,
+                settings.vectorization,
                 spec.head_relevance,
                 masks,
                 settings.env_timeout,
             )
             settings = replace(settings, num_envs=vector.num_envs)
-        agent._build(spec, settings, vector, where)
-        if vector is not None:
-            agent._require_spaces(vector)
-        load(agent, tensors)
+        try:
+            agent._build(spec, settings, vector, where)
+            if vector is not None:
+                agent._require_spaces(vector)
+            load(agent, tensors)
+        except BaseException:
+            if vector is not None and not isinstance(env, VectorEnv):
+                vector.close()
+            raise
+        if "seed" in given:
+            agent.generator = stream(settings.seed, "choices")
+            order = stream_seed(settings.seed, "order")
+            agent.agent.generator.manual_seed(order)
         agent.masked = manifest.facts.get("masked") is True
         done = manifest.facts.get("progress")
         agent.progress = done if isinstance(done, float) and 0 <= done <= 1 else 0.0

@@ -4,9 +4,9 @@ The names are those of the constructor of `PPO` and of the options of `esper ppo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from math import cos, inf, pi
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import numpy as np
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -16,6 +16,7 @@ from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
 from esper.runs.train_config import CheckpointConfig, check_limits
+from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
@@ -147,6 +148,43 @@ class PPORunConfig(PPOSettings):
         PPOSettings.__post_init__(self)
         if self.name is not None:
             validate_name(self.name)
+
+
+class Changes(TypedDict, total=False):
+    """Settings that `PPO.load` can change; the others belong to the weights."""
+
+    num_envs: int
+    rollout_steps: int
+    vectorization: Vectorization
+    env_timeout: float
+    seed: int | None
+    gamma: float
+    gae_lambda: float
+    learning_rate: float
+    epochs: int
+    minibatches: int
+    clip_range: float
+    clip_mode: ClipMode
+    target_kl: float
+    entropy_coef: float
+    head_entropy: Mapping[str, float]
+    value_coef: float
+    value_clip: float | None
+    value_norm_decay: float
+    max_grad_norm: float
+    schedule: Schedule
+    clip_schedule: Schedule
+    end_factor: float
+
+
+def changed(settings: PPOSettings, changes: Mapping[str, Any]) -> PPOSettings:
+    """Settings of a saved agent with some changes; refuses what the weights fix."""
+    for name in changes:
+        if name not in Changes.__annotations__:
+            if name in (*PPOSettings.__dataclass_fields__, "head_relevance"):
+                raise refusal(f"{name} belongs to the saved weights. Omit it.")
+            raise unknown("there is no setting", name, Changes.__annotations__)
+    return replace(settings, **plain(changes))
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401
