@@ -27,7 +27,6 @@ from benchmarks.plain_lstm import PlainLSTM
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 from esper.rl.vector import Source
-from esper.simic.agent.ppo import PPOConfig
 
 PARTS = 4
 TURNS = 9
@@ -145,14 +144,15 @@ def measure(sides: dict[str, Side]) -> dict[str, float]:
 
 def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
     envs, steps = size()
-    config = PPOConfig(minibatches=PARTS, learning_rate=3e-4, target_kl=math.inf)
     agent = PPO(
         make,
         memory=memory,
         num_envs=envs,
         rollout_steps=steps,
         vectorization=kind,
-        ppo=config,
+        minibatches=PARTS,
+        learning_rate=3e-4,
+        target_kl=math.inf,
     )
     return lambda: agent.learn(envs * steps)
 

@@ -35,8 +35,8 @@ TASKS = {"cartpole": "CartPole-v1", "masked": Chance}
 def agent_in(env, device, **changes):
     """A small agent."""
     settings = {"num_envs": ENVS, "rollout_steps": STEPS, "width": 16, "seed": 3}
-    ppo = {"epochs": EPOCHS, "minibatches": MINIBATCHES}
-    return PPO(env, **settings | changes, ppo=ppo, device=device)
+    settings |= {"epochs": EPOCHS, "minibatches": MINIBATCHES}
+    return PPO(env, **settings | changes, device=device)
 
 
 def taken(device, call):

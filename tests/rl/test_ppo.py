@@ -1,5 +1,6 @@
 """`esper.PPO` through its public door."""
 
+import inspect
 import json
 import math
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import tracemalloc
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import gymnasium
@@ -17,7 +18,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from esper import PPO, PPOConfig
+from esper import PPO
 from esper.contracts.errors import (
     EsperWarning,
     InvalidInputError,
@@ -30,7 +31,7 @@ from esper.contracts.state import save
 from esper.files import pack, read_safetensors
 from esper.rl.doctor import examine
 from esper.rl.nested import space_data, space_of
-from esper.rl.ppo import DEFAULTS
+from esper.rl.settings import PPOSettings
 from esper.runs.database import open_store
 from esper.runs.run import Run
 from tests.rl.environments import (
@@ -45,7 +46,7 @@ from tests.rl.environments import (
 )
 
 MODES = tuple(AutoresetMode)
-ONCE = PPOConfig(epochs=1, minibatches=1)
+ONCE = {"epochs": 1, "minibatches": 1}
 SMALL = {"width": 8, "rollout_steps": 12}
 USED = ((True, False, True), (True, True, False), (True, True, True))
 """Heads of `Chance` that each choice of the first one uses."""
@@ -85,7 +86,7 @@ def assert_same_agents(one, other):
 def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
     """KL and ratios are zero before the first step, in every autoreset mode."""
     for mode in MODES:
-        agent = PPO(vector(chance(masks), 3, mode), memory=memory, ppo=ONCE, **SMALL)
+        agent = PPO(vector(chance(masks), 3, mode), memory=memory, **ONCE, **SMALL)
         records = learnt(agent, 3 * 36)
         assert len(records) == 3
         for record in records:
@@ -100,7 +101,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
 def test_the_same_with_other_networks_and_with_a_causal_table(options):
     table = [[True, True, False], [True, False, True], [True, False, False]]
     env = chance(relevant=table)
-    agent = PPO(env, memory="gru", head_relevance=table, ppo=ONCE, **SMALL, **options)
+    agent = PPO(env, memory="gru", head_relevance=table, **ONCE, **SMALL, **options)
     for record in learnt(agent, 3 * 96):
         assert abs(record.update.kl) < 1e-6
         shares = [head.openness for head in record.update.heads.values()]
@@ -113,7 +114,7 @@ def test_the_same_with_other_networks_and_with_a_causal_table(options):
 def test_masks_that_depend_on_the_first_choice_and_heads_that_see_earlier_ones(
     env, autoregressive
 ):
-    agent = PPO(env, memory="gru", autoregressive=autoregressive, ppo=ONCE, **SMALL)
+    agent = PPO(env, memory="gru", autoregressive=autoregressive, **ONCE, **SMALL)
     for record in learnt(agent, 3 * 192):
         assert abs(record.update.kl) < 1e-6
         assert record.update.clip_fraction == 0
@@ -262,10 +263,15 @@ def test_the_seed_decides_everything_and_another_gives_another_agent():
 @pytest.mark.parametrize("memory", ["lstm", "none"])
 def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
     file = tmp_path / "deep" / "agent.safetensors"
-    config = PPOConfig(
-        minibatches=2, target_kl=math.inf, head_entropy={"action.1": 0.1}
-    )
-    agent = PPO(chance(), memory=memory, num_envs=2, ppo=config, **SMALL).learn(48)
+    agent = PPO(
+        chance(),
+        memory=memory,
+        num_envs=2,
+        minibatches=2,
+        target_kl=math.inf,
+        head_entropy={"action.1": 0.1},
+        **SMALL,
+    ).learn(48)
     agent.save(file)
     twins = [PPO.load(file, env=chance()) for _ in range(2)]
     for twin in twins:
@@ -406,23 +412,12 @@ def test_a_space_comes_back_from_plain_data(space):
     assert again.dtype == space.dtype
 
 
-def test_settings_of_the_update_are_laid_over_the_usual_ones():
-    agent = PPO(chance(), ppo={"entropy_coef": 0.02}, num_envs=2, **SMALL)
-    assert agent.settings.ppo == replace(DEFAULTS, entropy_coef=0.02)
-    with pytest.raises(
-        InvalidInputError,
-        match="no setting 'entropy_coeff'; did you mean 'entropy_coef'",
-    ):
-        PPO(chance(), ppo={"entropy_coeff": 0.02})
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_schedule_in_the_update_is_refused_in_one_line():
-    for given in (None, "1e-3", lambda progress: 1e-3):
-        with pytest.raises(
-            InvalidInputError, match="learning_rate must be a number, got"
-        ):
-            PPOConfig(learning_rate=given)
+def test_the_constructor_has_every_setting_with_its_default():
+    arguments = inspect.signature(PPO).parameters
+    usual = PPOSettings()
+    for item in fields(usual):
+        assert arguments[item.name].default == getattr(usual, item.name), item.name
+        assert f"\n        {item.name}: " in PPO.__doc__
 
 
 def test_without_a_seed_one_is_drawn_and_kept():
@@ -440,11 +435,11 @@ def test_numbers_of_numpy_are_settings_too(tmp_path):
         "gamma": np.float32(0.9),
     }
     given |= {"seed": np.int64(3), "normalize": np.True_, "width": np.int64(8)}
-    ppo = {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
-    PPO(chance(), ppo=ppo, **given).learn(16).save(tmp_path / "agent")
+    given |= {"learning_rate": np.float32(1e-3), "epochs": np.int64(1)}
+    PPO(chance(), **given).learn(16).save(tmp_path / "agent")
     loaded = PPO.load(tmp_path / "agent").settings
     assert (loaded.seed, loaded.num_envs, loaded.normalize) == (3, 2, True)
-    assert loaded.ppo.learning_rate == np.float32(1e-3)
+    assert loaded.learning_rate == np.float32(1e-3)
 
 
 @pytest.mark.parametrize(
@@ -695,7 +690,7 @@ def test_small_codes_in_images_are_not_taken_for_black(
         )
         return env
 
-    agent = PPO(make, num_envs=2, ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, **ONCE, **SMALL)
     for record in learnt(agent, 72):
         assert abs(record.update.kl) < 1e-6
     assert agent.policy.image_scale.item() == pytest.approx(1 / divisor)
@@ -721,7 +716,7 @@ def test_an_image_that_becomes_brighter_is_scaled_after_the_update():
         env.observation_space = spaces.Box(0, 255, (1, 6, 6), np.uint8)
         return env
 
-    agent, divisors = PPO(make, num_envs=2, ppo=ONCE, **SMALL), []
+    agent, divisors = PPO(make, num_envs=2, **ONCE, **SMALL), []
 
     def note(record):
         assert abs(record.update.kl) < 1e-6
@@ -791,6 +786,93 @@ def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path
     assert again == [(1, 24), (0.75, 48), (0.5, 72), (0.25, 96)]
     agent.learn(96, reset_num_timesteps=True, callback=lambda r: r.env_steps < 48)
     assert learn(agent, 3) == [(0.75, 72), (0.5, 96), (0.25, 120)]
+
+
+def warm_up(progress):
+    return min(1.0, 0.5 + progress)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", (1, 1, 1)),
+        ("linear", (1, 0.55, 0.1)),
+        ("cosine", (1, 0.55, 0.1)),
+        (warm_up, (0.5, 1, 1)),
+        (lambda progress: 0.0, (0, 0, 0)),
+    ],
+)
+def test_schedules_move_learning_rate_entropy_and_clip_range(schedule, expected):
+    for name in ("schedule", "clip_schedule"):
+        given = {"schedule": "constant"} | {name: schedule}
+        agent = PPO(chance(), num_envs=2, **given, **SMALL, **ONCE)
+        agent.learn(72)
+        learner, settings = agent.agent, agent.settings
+        rates = [settings.factors(done)[name != "schedule"] for done in (0, 0.5, 1)]
+        assert rates == pytest.approx(expected)
+        (group,) = learner.optimizer.param_groups
+        last = {"schedule": 1.0, "clip_schedule": 1.0, name: expected[-1]}
+        assert group["lr"] == pytest.approx(2e-3 * last["schedule"])
+        assert learner._entropy.tolist() == pytest.approx([0.01 * last["schedule"]] * 3)
+        clip = learner._annealed.clip_range
+        assert clip == pytest.approx(0.2 * last["clip_schedule"], abs=1e-7)
+    assert PPOSettings(schedule="cosine").factors(0.25)[0] == pytest.approx(
+        0.8682, 1e-3
+    )
+
+
+def test_a_clip_range_of_zero_stops_the_policy_where_its_ratio_moved_away():
+    """The clip range in the loss is that of the schedule."""
+    fractions = []
+    for clip in (lambda progress: 0.0, lambda progress: 1e6):
+        agent = PPO(chance(), num_envs=2, clip_schedule=clip, **SMALL)
+        agent.learn(24, callback=lambda r: fractions.append(r.update.clip_fraction))
+    assert fractions[0] > 0.5
+    assert fractions[1] == 0
+
+
+def test_a_schedule_is_saved_by_name_and_a_function_is_given_again(tmp_path):
+    options = {"num_envs": 2, **SMALL, **ONCE}
+    agent = PPO(chance(), schedule=warm_up, clip_schedule="cosine", **options)
+    agent.learn(96, callback=lambda record: record.round < 2)
+    agent.save(tmp_path / "agent")
+    with pytest.raises(InvalidInputError, match="was the function warm_up, and a file"):
+        PPO.load(tmp_path / "agent", env=chance())
+    PPO.load(tmp_path / "agent").save(tmp_path / "again")
+    again = PPO.load(tmp_path / "again", env=chance(), schedule=warm_up)
+    assert again.settings == agent.settings
+    assert again.progress == agent.progress == pytest.approx(1 / 3)
+    rates = []
+    again.learn(72, callback=lambda record: rates.append(record.learning_rate / 2e-3))
+    assert rates == pytest.approx([0.5 + 1 / 3, 1, 1])
+
+
+def test_a_loaded_agent_takes_changes_and_keeps_what_its_weights_fix(tmp_path):
+    file = tmp_path / "agent"
+    agent = PPO(chance(), num_envs=4, memory="gru", minibatches=3, **SMALL).learn(48)
+    agent.save(file)
+    changes = {"num_envs": 2, "rollout_steps": 6, "learning_rate": 1e-3, "seed": 7}
+    one, two = (PPO.load(file, env=chance(), **changes) for _ in range(2))
+    assert one.settings == replace(agent.settings, **changes)
+    assert one.agent.config.minibatches == 2
+    assert_same_agents(one.learn(24), two.learn(24))
+    assert PPO.load(file, env=chance(), num_envs=8).agent.config.minibatches == 3
+    other = PPO.load(file, env=chance(), **changes | {"seed": 8}).learn(24)
+    assert not torch.equal(one.policy.head_out.weight, other.policy.head_out.weight)
+    for fixed in ("memory", "width", "layers", "normalize", "head_relevance"):
+        with pytest.raises(InvalidInputError, match=f"{fixed} belongs to the saved"):
+            PPO.load(file, **{fixed: 1})
+    with pytest.raises(InvalidInputError, match="no setting 'learning_rat'; did you"):
+        PPO.load(file, learning_rat=1e-3)
+    with pytest.raises(InvalidInputError, match="clip_range must be positive"):
+        PPO.load(file, clip_range=-1.0)
+
+
+def test_a_schedule_that_returns_no_number_is_refused():
+    for wrong in (type, str, lambda progress: -1.0, lambda progress: math.nan):
+        agent = PPO(chance(), schedule=wrong, num_envs=2, **SMALL)
+        with pytest.raises(InvalidInputError, match="schedule must return a finite"):
+            agent.learn(24)
 
 
 def test_records_have_the_mean_of_the_last_hundred_episodes():
@@ -868,7 +950,7 @@ def test_every_space_is_learnt_in_saved_and_predicted(seen, chosen, tmp_path):
     def make():
         return Odd(OBSERVATIONS[seen], ACTIONS[chosen])
 
-    agent = PPO(make, num_envs=2, memory="mingru", ppo=ONCE, **SMALL)
+    agent = PPO(make, num_envs=2, memory="mingru", **ONCE, **SMALL)
     records = learnt(agent, 48)
     assert all(abs(r.update.kl) < 1e-6 for r in records)
     assert records[-1].recent_return == 3.0
@@ -966,9 +1048,17 @@ def bad_mask(mask):
         (chance(), {"seed": -1}, "seed must be greater than or equal to 0"),
         (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
         (chance(), {"width": None}, r"width must be a valid integer"),
-        (chance(), {"ppo": {"learning_rate": min}}, "Schedules are not supported"),
-        (chance(), {"ppo": {"head_entropy": {"a": ""}}}, "a must be a valid number"),
-        (chance(), {"ppo": 3}, "ppo must be a PPOConfig or a mapping, got 3"),
+        (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
+        (chance(), {"learning_rate": 2}, "learning_rate must be at most 1; got 2"),
+        (
+            chance(),
+            {"schedule": "linaer"},
+            "no schedule 'linaer'; did you mean 'linear",
+        ),
+        (chance(), {"clip_schedule": 3}, "clip_schedule: there is no schedule '3'"),
+        (chance(), {"schedule": "function f"}, "was the function f, and a file"),
+        (chance(), {"clip_range": 0.0}, "clip_range must be positive, got 0"),
+        (chance(), {"head_entropy": {"a": ""}}, "head_entropy must be a valid number"),
         (chance(), {"masks": "somewhere"}, "masks must be auto"),
         (
             chance(),
@@ -1301,7 +1391,7 @@ HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "
         ({"settings__memory": "os.system"}, "memory: Input should be"),
         ({"settings__girth": 1}, "girth"),
         ({"settings__num_envs": "16"}, "num_envs"),
-        ({"settings": []}, "TypeError"),
+        ({"settings": []}, "KeyError"),
         ({"action_space__n": 10**10}, "a space has"),
         ({"action_space__n": 1 << 19}, "does not fit"),
         ({"action_space__n": -1}, "a space has the size"),

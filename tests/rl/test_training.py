@@ -130,12 +130,11 @@ def test_an_interruption_says_what_will_be_played_again(tmp_path, capsys):
 def test_groups_of_settings_keep_what_is_not_given():
     given = {
         "env": "CartPole-v1",
-        "ppo.entropy_coef": 0.02,
+        "entropy_coef": 0.02,
         "checkpoint.last": 3,
     }
     made, usual = construct(PPORunConfig, given), PPORunConfig(env="CartPole-v1")
-    assert made.ppo == replace(usual.ppo, entropy_coef=0.02)
-    assert made.checkpoint == usual.checkpoint
+    assert made == replace(usual, entropy_coef=0.02)
 
 
 def test_what_a_death_left_of_old_checkpoints_is_removed(tmp_path):

@@ -53,7 +53,9 @@ def reinforcement_learning(folder: Path) -> None:
         vectorization="sync",
         masks=None,
         rollout_steps=8,
-        ppo={"epochs": 1},
+        epochs=1,
+        learning_rate=1e-3,
+        head_entropy={"action": 0.02},
     )
     assert_type(agent, PPO)
     assert_type(agent.learn(16, callback=lambda record: record.env_steps < 16), PPO)
@@ -65,11 +67,15 @@ def reinforcement_learning(folder: Path) -> None:
     agent.save(folder / "agent.safetensors")
     agent.close()
     again = PPO.load(
-        folder / "agent.safetensors", env="CartPole-v1", vectorization="sync"
+        folder / "agent.safetensors",
+        env="CartPole-v1",
+        vectorization="sync",
+        num_envs=1,
+        learning_rate=1e-4,
+        schedule=lambda progress: 1.0 - progress,
     )
     assert_type(again, PPO)
     again.close()
-    PPO("CartPole-v1", ppo=PPOConfig(learning_rate=1e-3, minibatches=2)).close()
 
 
 def learner_of_ones_own() -> None:
@@ -201,6 +207,10 @@ def refused_by_type_checkers() -> None:
     esper.Tamyio  # type: ignore[attr-defined]  # noqa: B018
     PPO("CartPole-v1", memory="mingur")  # type: ignore[arg-type]
     PPO("CartPole-v1", vectorization="asink")  # type: ignore[arg-type]
+    PPO("CartPole-v1", clip_mode="both")  # type: ignore[arg-type]
+    PPO("CartPole-v1", schedule="linaer")  # type: ignore[arg-type]
+    PPO.load("agent", width=8)  # type: ignore[call-arg]
+    PPO("CartPole-v1", learning_rate="1e-3")  # type: ignore[arg-type]
     PPO("CartPole-v1", masks="inof")  # type: ignore[arg-type]
     PPOConfig(clip_mode="both")  # type: ignore[arg-type]
     model, x = network(), torch.randn(4, 4)

@@ -59,7 +59,7 @@ class EvaluateConfig:
         """Refuse unknown arms and worlds that are too large."""
         if self.name is not None:
             validate_name(self.name)
-        check_limits("world", self.world)
+        check_limits("world.", self.world)
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:

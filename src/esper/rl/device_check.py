@@ -88,7 +88,7 @@ def compare(device: torch.device | str, updates: int = 3) -> Iterator[DeviceComp
                 memory=memory,  # type: ignore[arg-type]
                 num_envs=8,
                 rollout_steps=ROLLOUT_STEPS,
-                ppo={"minibatches": 2},
+                minibatches=2,
                 device=each,
             )
             agent.learn(updates * agent.settings.num_envs * ROLLOUT_STEPS)

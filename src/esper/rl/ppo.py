@@ -17,9 +17,10 @@ import secrets
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from types import MappingProxyType
+from typing import Any, Final, Self, Unpack
 
 import numpy as np
 import torch
@@ -50,17 +51,27 @@ from esper.files import (
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
-from esper.rl.settings import DEFAULTS, PPOSettings, settings_from
+from esper.rl.settings import (
+    LOST,
+    SCHEDULES,
+    Changes,
+    PPOSettings,
+    Schedule,
+    changed,
+    plain,
+)
 from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import MaskSource, Source, Vector, Vectorization
 from esper.rl.world import GymSeen, GymWorld
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
+from esper.runs.settings import as_flat
 from esper.runs.sinks import Loggers
 from esper.runs.streams import stream, stream_seed
+from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.metrics import UpdateRecord
-from esper.simic.agent.ppo import PPOAgent, PPOConfig
+from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rollout import RolloutState, collect, play, start
 from esper.training.loop import (
@@ -110,8 +121,25 @@ class PPO(Stateful):
         rollout_steps: Steps of each environment between two updates.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
-        end_factor: Fraction of learning rate and entropy coefficients at the end of
-            `learn`; 1 keeps them constant, for many short calls.
+        learning_rate: Adam learning rate.
+        epochs: Passes over each rollout.
+        minibatches: Minibatches per pass, of whole sequences of some environments; at
+            most `num_envs`.
+        clip_range: Clip range of the probability ratio.
+        clip_mode: Ratio to clip: "joint" (of all heads), "per_head", or "mixed" (mean
+            of both losses).
+        target_kl: Stop an update when KL(old || new) exceeds this; inf: never.
+        entropy_coef: Entropy coefficient. Entropies are divided by their maximum.
+        head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
+        value_coef: Value loss coefficient.
+        value_clip: Clip range of the value, in standard deviations of returns.
+        value_norm_decay: Decay per update of mean and variance of returns.
+        max_grad_norm: Maximum norm of the gradient.
+        schedule: How learning rate and entropy coefficients move during `learn`:
+            "linear", "cosine" or "constant", or a function that returns their factor
+            at a progress from 0 to 1.
+        clip_schedule: The same for the clip range.
+        end_factor: Fraction to which linear and cosine schedules fall.
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
@@ -123,7 +151,6 @@ class PPO(Stateful):
             bool [op, head].
         masks: Source of action masks: "observation", "info", "method", or None for no
             masks; "auto" detects it.
-        ppo: Settings of the update; a mapping changes some of the defaults.
         env_timeout: Maximum seconds of one call of the environments.
         device: Device of the policy, the rollouts and the update. Environments run on
             the CPU.
@@ -144,6 +171,20 @@ class PPO(Stateful):
         rollout_steps: int = 128,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
+        learning_rate: float = 2e-3,
+        epochs: int = 4,
+        minibatches: int = 8,
+        clip_range: float = 0.2,
+        clip_mode: ClipMode = "joint",
+        target_kl: float = 0.03,
+        entropy_coef: float = 0.01,
+        head_entropy: Mapping[str, float] = MappingProxyType({}),
+        value_coef: float = 0.5,
+        value_clip: float | None = None,
+        value_norm_decay: float = 0.95,
+        max_grad_norm: float = 0.5,
+        schedule: Schedule = "linear",
+        clip_schedule: Schedule = "constant",
         end_factor: float = 0.1,
         width: int = 64,
         layers: int = 1,
@@ -152,7 +193,6 @@ class PPO(Stateful):
         normalize: bool = True,
         head_relevance: Any = None,  # noqa: ANN401
         masks: MaskSource | None = "auto",
-        ppo: PPOConfig | Mapping[str, Any] = DEFAULTS,
         env_timeout: float = TIMEOUT,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -160,7 +200,8 @@ class PPO(Stateful):
         values = {name: given[name] for name in PPOSettings.__dataclass_fields__}
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
-        settings = settings_from(values)
+        settings = PPOSettings(**plain(values))
+        settings.require_schedules()
         where = usable_device(device)
         vector = Vector(
             env,
@@ -210,8 +251,7 @@ class PPO(Stateful):
             device=device,
         )
         order = stream_seed(settings.seed, "order")
-        parts = min(settings.ppo.minibatches, envs)
-        config = replace(settings.ppo, minibatches=parts)
+        config = replace(settings, minibatches=min(settings.minibatches, envs))
         self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
         self.observations = ObservationReader(spec, normalize=settings.normalize)
         self.world: GymWorld | None = None
@@ -225,8 +265,8 @@ class PPO(Stateful):
         """Updates so far."""
         self.masked = False
         """Whether its environments have masks: then no action is chosen without."""
-        self.factor = 1.0
-        """Factor of learning rate and entropy coefficients after the last `learn`."""
+        self.progress = 0.0
+        """Progress of the schedules in the last round, from 0 to 1."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
 
@@ -241,9 +281,9 @@ class PPO(Stateful):
     ) -> Self:
         """Learn for some more steps, counted over all environments.
 
-        Learning rate and entropy coefficients fall linearly to `end_factor` of their
-        settings. A further call starts from the factor that the last one reached, so
-        that they never rise; after a complete call they stay at `end_factor`.
+        Schedules move from progress 0 in the first update to 1 in the last. A further
+        call goes on from the progress that the last one reached; after a complete call
+        it stays at 1.
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
@@ -271,17 +311,23 @@ class PPO(Stateful):
             callbacks.append(ProgressBar(world.vector.name))
         callbacks += log_callbacks(self, logger)
         if reset_num_timesteps:
-            self.env_steps, self.factor = 0, 1.0
+            self.env_steps, self.progress = 0, 0.0
             self._recent.clear()
         rounds = math.ceil(total_steps / (settings.num_envs * settings.rollout_steps))
-        factors = self.factor, settings.end_factor
-        loop = TrainingLoop(self, rounds, None, factors, callbacks, recent=self._recent)
+        loop = TrainingLoop(
+            self,
+            rounds,
+            factors=settings.factors,
+            callbacks=callbacks,
+            recent=self._recent,
+            start=self.progress,
+        )
         try:
             loop.call("on_train_start", loop, resumed=False)
             try:
                 loop.run()
             finally:
-                self.factor = loop.last_factor
+                self.progress = loop.last_progress
             loop.call("on_train_end", loop)
         finally:
             loop.call("on_close")
@@ -492,13 +538,14 @@ class PPO(Stateful):
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
-        settings = asdict(self.settings)
-        # JSON has no infinity, which switches target_kl off.
-        settings["ppo"] = {
-            name: "inf" if value == math.inf else value
-            for name, value in settings["ppo"].items()
-        }
-        facts = {"settings": settings, "masked": self.masked, "factor": self.factor}
+        settings = as_flat(self.settings)
+        for name in SCHEDULES:
+            if callable(given := settings[name]):
+                named = getattr(given, "__qualname__", type(given).__qualname__)
+                settings[name] = f"{LOST}{named}"
+        if self.settings.target_kl == math.inf:  # JSON has no infinity
+            settings["target_kl"] = "inf"
+        facts = {"settings": settings, "masked": self.masked, "progress": self.progress}
         facts |= self.spec.describe()
         manifest = manifest_of(facts, self.env_steps)
         file = Path(path)
@@ -518,43 +565,57 @@ class PPO(Stateful):
         path: str | Path,
         env: Source | None = None,
         *,
-        vectorization: Vectorization = "sync",
         masks: MaskSource | None = "auto",
         device: torch.device | str = "cpu",
+        **changes: Unpack[Changes],
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
 
         Args:
             path: The file.
             env: Where to learn on and evaluate; not needed to predict.
-            vectorization: As in `PPO`.
             masks: As in `PPO`.
             device: As in `PPO`.
+            changes: Settings of `PPO` that replace those of the file. A `seed` starts
+                new random numbers. Without `vectorization`, it is "sync".
         """
         tensors, manifest = read_safetensors(Path(path), _fit_agent)
         assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
-        settings = replace(settings, vectorization=vectorization)
+        given: dict[str, Any] = {"vectorization": "sync", **changes}
+        if "seed" in given and given["seed"] is None:
+            given["seed"] = secrets.randbelow(2**32)
+        settings = changed(settings, given)
         agent, where = cls.__new__(cls), usable_device(device)
         agent._source, agent._masks = env, masks
         vector = None
         if env is not None:
+            settings.require_schedules()
             vector = Vector(
                 env,
                 settings.num_envs,
-                vectorization,
+                settings.vectorization,
                 spec.head_relevance,
                 masks,
                 settings.env_timeout,
             )
             settings = replace(settings, num_envs=vector.num_envs)
-        agent._build(spec, settings, vector, where)
-        if vector is not None:
-            agent._require_spaces(vector)
-        load(agent, tensors)
+        try:
+            agent._build(spec, settings, vector, where)
+            if vector is not None:
+                agent._require_spaces(vector)
+            load(agent, tensors)
+        except BaseException:
+            if vector is not None and not isinstance(env, VectorEnv):
+                vector.close()
+            raise
+        if "seed" in given:
+            agent.generator = stream(settings.seed, "choices")
+            order = stream_seed(settings.seed, "order")
+            agent.agent.generator.manual_seed(order)
         agent.masked = manifest.facts.get("masked") is True
-        factor = manifest.facts.get("factor")
-        agent.factor = factor if isinstance(factor, float) and 0 <= factor <= 1 else 1.0
+        done = manifest.facts.get("progress")
+        agent.progress = done if isinstance(done, float) and 0 <= done <= 1 else 0.0
         return agent
 
     def close(self) -> None:
@@ -658,12 +719,10 @@ def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
 def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
     """Spaces and settings of a saved agent; refuses what `PPO.save` did not write."""
     try:
-        data = manifest.facts["settings"]
-        ppo = {
-            name: math.inf if value == "inf" else value
-            for name, value in data["ppo"].items()
-        }
-        text = json.dumps({**data, "ppo": ppo})
+        data = dict(manifest.facts["settings"])
+        if data["target_kl"] == "inf":
+            data["target_kl"] = math.inf
+        text = json.dumps(data)
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
         with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype
             return SpaceSpec.from_data(manifest.facts), settings

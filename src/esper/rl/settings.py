@@ -3,39 +3,58 @@
 The names are those of the constructor of `PPO` and of the options of `esper ppo`.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, field
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
+from math import cos, inf, pi
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, PlainValidator, WithJsonSchema
 
-from esper.contracts.errors import unknown
-from esper.contracts.messages import quoted, refusal
+from esper.contracts.messages import quoted, refusal, unknown
 from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
 from esper.runs.sinks import LoggerName
 from esper.runs.train_config import CheckpointConfig, check_limits
+from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
 
-DEFAULTS: Final = PPOConfig(
-    learning_rate=2e-3,
-    epochs=4,
-    minibatches=8,
-    entropy_coef=0.01,
-    target_kl=0.03,
-)
-"""One set for all tasks."""
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+FALLS: Final[dict[str, Callable[[float], float]]] = {
+    "constant": lambda progress: 0.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
+}
+"""How much of the way to `end_factor` is done at some progress from 0 to 1."""
+SCHEDULES: Final = ("schedule", "clip_schedule")
+LOST: Final = "function "
+"""Start of a schedule that was a function; a file keeps only its name."""
+Schedule = Literal["constant", "linear", "cosine"] | Callable[[float], float]
+
+
+def _schedule(given: object) -> object:
+    if callable(given) or (isinstance(given, str) and given.startswith(LOST)):
+        return given
+    if not isinstance(given, str) or given not in FALLS:
+        raise unknown("there is no schedule", str(given), FALLS)
+    return given
+
+
+ScheduleSetting = Annotated[
+    Schedule, PlainValidator(_schedule), WithJsonSchema({"type": "string"})
+]
 
 
 @settings
-class PPOSettings:
+class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
+    learning_rate: float = 2e-3
+    minibatches: int = 8
     memory: MemoryName = "none"
     """Memory type: mingru, gru, lstm or none."""
     num_envs: Count = 16
@@ -51,8 +70,12 @@ class PPOSettings:
     """Discount factor per step."""
     gae_lambda: Fraction = 0.95
     """GAE lambda: 0 is one-step TD, 1 is Monte Carlo."""
+    schedule: ScheduleSetting = "linear"
+    """How learning rate and entropy coefficients fall: linear, cosine or constant."""
+    clip_schedule: ScheduleSetting = "constant"
+    """How the clip range falls: linear, cosine or constant."""
     end_factor: Fraction = 0.1
-    """Learning rate and entropy coefficients fall linearly to this fraction."""
+    """Linear and cosine schedules fall to this fraction."""
     width: Count = 64
     """Width of the hidden layers and of the memory."""
     layers: Annotated[int, Field(ge=1, le=64)] = 1
@@ -65,12 +88,38 @@ class PPOSettings:
     """Normalise numeric observations with running statistics."""
     seed: RngSeed = 0
     """Seed of weights, actions, minibatches and environments."""
-    ppo: PPOConfig = DEFAULTS
-    """Hyperparameters of the PPO update."""
 
     def __post_init__(self) -> None:
         """Refuse what the fields alone let through."""
-        check_limits("ppo", self.ppo)
+        PPOConfig.__post_init__(self)
+        check_limits("", self, PPOConfig)
+
+    def factors(self, progress: float) -> tuple[float, float]:
+        """Factor of learning rate and entropy, and of the clip range, at a progress."""
+        main, clip = (self._factor(name, progress) for name in SCHEDULES)
+        return main, clip
+
+    def _factor(self, name: str, progress: float) -> float:
+        schedule: Schedule = getattr(self, name)
+        if isinstance(schedule, str):
+            return 1.0 + (self.end_factor - 1.0) * FALLS[schedule](progress)
+        factor: object = schedule(progress)
+        if not isinstance(factor, float | int | np.number) or not 0.0 <= factor < inf:
+            raise refusal(
+                f"{name} must return a finite number from 0, got {quoted(factor)} at "
+                f"progress {progress:.3g}."
+            )
+        return float(factor)
+
+    def require_schedules(self) -> None:
+        """Refuse schedules that were functions and were not given again."""
+        for name in SCHEDULES:
+            text = getattr(self, name)
+            if isinstance(text, str) and text.startswith(LOST):
+                raise refusal(
+                    f"{name} was the {text[:60]}, and a file holds no functions. Give "
+                    f"{name}=... again."
+                )
 
 
 @settings
@@ -105,38 +154,45 @@ class PPORunConfig(PPOSettings):
             validate_name(self.name)
 
 
-def settings_from(values: Mapping[str, Any]) -> PPOSettings:
-    """Settings of an agent from the arguments of its constructor.
+class Changes(TypedDict, total=False):
+    """Settings that `PPO.load` can change; the others belong to the weights."""
 
-    Args:
-        values: By name; `ppo` may be a mapping that changes some of the defaults.
-    """
-    ppo = values["ppo"]
-    if not isinstance(ppo, PPOConfig):
-        if not isinstance(ppo, Mapping):
-            raise refusal(f"ppo must be a PPOConfig or a mapping, got {quoted(ppo)}.")
-        usual = asdict(DEFAULTS)
-        for name, value in ppo.items():
-            if name not in usual:
-                raise unknown("ppo has no setting", name, usual)
-            if callable(value):
-                raise refusal(f"ppo.{name} is a function. Schedules are not supported.")
-        try:
-            ppo = _PPO.validate_python(usual | _plain(ppo))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = ".".join(("ppo", *map(str, first["loc"])))
-            why = first["msg"].removeprefix("Input should be ")
-            text = f"{name} must be {why}, got {quoted(first['input'])}."
-            raise first.get("ctx", {}).get("error") or refusal(text) from None
-    return PPOSettings(**_plain({**values, "ppo": ppo}))
+    num_envs: int
+    rollout_steps: int
+    vectorization: Vectorization
+    env_timeout: float
+    seed: int | None
+    gamma: float
+    gae_lambda: float
+    learning_rate: float
+    epochs: int
+    minibatches: int
+    clip_range: float
+    clip_mode: ClipMode
+    target_kl: float
+    entropy_coef: float
+    head_entropy: Mapping[str, float]
+    value_coef: float
+    value_clip: float | None
+    value_norm_decay: float
+    max_grad_norm: float
+    schedule: Schedule
+    clip_schedule: Schedule
+    end_factor: float
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401
+def changed(settings: PPOSettings, changes: Mapping[str, Any]) -> PPOSettings:
+    """Settings of a saved agent with some changes; refuses what the weights fix."""
+    for name in changes:
+        if name not in Changes.__annotations__:
+            if name in (*PPOSettings.__dataclass_fields__, "head_relevance"):
+                raise refusal(f"{name} belongs to the saved weights. Omit it.")
+            raise unknown("there is no setting", name, Changes.__annotations__)
+    return replace(settings, **plain(changes))
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
     """A value without NumPy's numbers, which files do not hold."""
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: plain(inner) for name, inner in value.items()}
     return value.item() if isinstance(value, np.generic) else value
-
-
-_PPO: Final = TypeAdapter(PPOConfig)

@@ -252,7 +252,7 @@ def _attempt(
             agent,
             Budget(env_steps=config.total_steps).rounds_of(rollout),
             None,
-            (1.0, config.end_factor),
+            config.factors,
             own,
             signals,
             fresh_every=config.checkpoint.every,

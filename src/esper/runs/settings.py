@@ -97,7 +97,11 @@ def known_settings(cls: type) -> dict[str, Setting]:
 
 @cache
 def _known(cls: type) -> dict[str, Setting]:
-    schema = _adapter(cls).json_schema()
+    # A list, because the config of a plain dataclass must come from outside of it.
+    docs = ConfigDict(use_attribute_docstrings=True)
+    schema = TypeAdapter(list[cls], config=docs).json_schema()  # type: ignore[valid-type]
+    base = next(filter(is_dataclass, cls.__mro__[1:]), None)
+    inherited = {} if base is None else known_settings(base)
 
     def walk(node: Mapping[str, Any], where: str) -> dict[str, Setting]:
         found: dict[str, Setting] = {}
@@ -108,10 +112,12 @@ def _known(cls: type) -> dict[str, Setting]:
                 continue
             kinds = [one.get("type") for one in entry.get("anyOf", [entry])]
             text = " ".join(entry.get("description", "").split())
+            if not text and name in inherited:
+                text = inherited[name].description
             found[where + name] = Setting(kinds[0], "null" in kinds, text)
         return found
 
-    return walk(schema, "")
+    return walk(schema["$defs"][cls.__name__], "")
 
 
 def parse_toml(text: str, prefix: str = "") -> dict[str, Any]:

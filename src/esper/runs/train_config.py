@@ -151,8 +151,8 @@ class Learner:
 
     def __post_init__(self) -> None:
         """Check limits that the learner's own classes do not have."""
-        check_limits("ppo", self.ppo)
-        check_limits("policy", self.policy)
+        check_limits("ppo.", self.ppo)
+        check_limits("policy.", self.policy)
         self.ppo.require_heads(*HEAD_NAMES)
         if (memory := self.policy.memory) not in MEMORIES:
             raise unknown("policy.memory: there is no", memory, MEMORIES)
@@ -234,7 +234,7 @@ class TrainConfig:
         require_distinct("tasks", self.tasks)
         if self.name is not None:
             validate_name(self.name)
-        check_limits("world", self.world)
+        check_limits("world.", self.world)
         for name in self.world.blueprints or ():
             if name not in (known := _blueprints()):
                 raise unknown("world.blueprints: there is no", name, known)
@@ -295,10 +295,16 @@ def require_distinct(what: str, names: Collection[Any]) -> None:
         seen.add(name)
 
 
-def check_limits(where: str, config: object) -> None:
-    """Refuse values above `LIMITS` and numbers that are not finite."""
-    for item in fields(config):  # type: ignore[arg-type]
-        name, value = f"{where}.{item.name}", getattr(config, item.name)
+def check_limits(where: str, config: object, kind: type | None = None) -> None:
+    """Refuse values above `LIMITS` and numbers that are not finite.
+
+    Args:
+        where: Name of the group in errors, with a dot at its end.
+        config: The group.
+        kind: Check only the fields of this base class.
+    """
+    for item in fields(kind or config):  # type: ignore[arg-type]
+        name, value = f"{where}{item.name}", getattr(config, item.name)
         limit = LIMITS.get(item.name)
         if limit is not None and value is not None and value > limit:
             raise refusal(f"{name} must be at most {limit}; got {quoted(value)}.")

@@ -159,6 +159,8 @@ def controller_loop(
     algorithm = ControllerPPO(world, config, rollout_steps, workers)
     budget, end = config.budget, config.learner.end_factor
     rounds = budget.rounds_of(rollout_steps * algorithm.mixture.num_envs)
-    return TrainingLoop(
-        algorithm, rounds, budget.minutes, (1.0, end), callbacks, signals
-    )
+
+    def factors(progress: float) -> tuple[float, float]:
+        return 1.0 + (end - 1.0) * progress, 1.0
+
+    return TrainingLoop(algorithm, rounds, budget.minutes, factors, callbacks, signals)

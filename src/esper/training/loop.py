@@ -149,20 +149,21 @@ class TrainingLoop(Stateful):
         algorithm: What learns.
         rounds: Maximum number of rounds.
         minutes: Maximum time in minutes; None: no limit.
-        factors: Learning rate and entropy coefficients are multiplied by a factor that
-            moves linearly from the first number to the second.
+        factors: Factor of learning rate and entropy coefficients, and factor of the
+            clip range, as a function of progress from 0 to 1.
         callbacks: Called around rollouts and rounds.
         signals: Training ends after a round in which this is no longer empty.
         fresh_every: Start new episodes every so many rounds. Only then is the state
             complete, if that of the environments cannot be saved.
         recent: The last episodes, if training goes on from an earlier loop.
+        start: Progress in the first round, if training goes on from an earlier loop.
     """
 
     STATE: ClassVar[tuple[str, ...]] = ("algorithm", "round", "seconds", "rollbacks")
     DERIVED: ClassVar[tuple[str, ...]] = (
         "refused_rounds",
         "stopping",
-        "last_factor",
+        "last_progress",
         "_recent",
     )
 
@@ -171,19 +172,20 @@ class TrainingLoop(Stateful):
         algorithm: Algorithm,
         rounds: int,
         minutes: float | None = None,
-        factors: tuple[float, float] = (1.0, 1.0),
+        factors: Callable[[float], tuple[float, float]] = lambda progress: (1.0, 1.0),
         callbacks: Sequence[Callback] = (),
         signals: Sequence[int] = (),
         fresh_every: int | None = None,
         recent: deque[tuple[float, int]] | None = None,
+        start: float = 0.0,
     ) -> None:
         self.algorithm: Any = algorithm
         self.rounds, self.minutes, self._factors = rounds, minutes, factors
         self.callbacks, self._signals = tuple(callbacks), signals
         self._fresh_every = fresh_every
         self._recent = deque(maxlen=WINDOW) if recent is None else recent
-        self.last_factor = factors[0]
-        """Factor of the last round."""
+        self._start = self.last_progress = start
+        """Progress in the last round."""
         self.round = 0
         """Rounds so far."""
         self.seconds = 0.0
@@ -209,10 +211,9 @@ class TrainingLoop(Stateful):
         return min(fraction, 1.0)
 
     @property
-    def factor(self) -> float:
-        """Factor of learning rate and entropy coefficients in the next round."""
-        start, end = self._factors
-        return start + (end - start) * self.done
+    def progress(self) -> float:
+        """Progress of the schedules in the next round, from 0 to 1."""
+        return self._start + (1.0 - self._start) * self.done
 
     @property
     def over(self) -> bool:
@@ -265,8 +266,9 @@ class TrainingLoop(Stateful):
         began, agent = time.monotonic(), self.algorithm.agent
         if self.starts_episodes:
             self.algorithm.forget_episodes()
-        agent.anneal(factor := self.factor)
-        self.last_factor = factor
+        self.last_progress = self.progress
+        factors = self._factors(self.last_progress)
+        agent.anneal(*factors)
         rollout = self.algorithm.collect()
         self.call("on_rollout", self, rollout)
         self.require_finite()  # NaN in a moment would reach the weights
@@ -289,7 +291,7 @@ class TrainingLoop(Stateful):
             recent_length=_mean([length for _, length in self._recent]),
             mean_score=stats.mean("score"),
             added=stats.mean("added"),
-            learning_rate=factor * agent.config.learning_rate,
+            learning_rate=factors[0] * agent.config.learning_rate,
             update=update,
         )
 

@@ -65,7 +65,7 @@ def train_to_end(
             starts.append(start)
     raise NumericsError(
         f"run {run.name}: numbers were not finite, even after {PATIENCE} returns to a "
-        f"checkpoint. Lower its ppo.learning_rate; see {DIAGNOSIS} in its folder."
+        f"checkpoint. Lower its learning_rate; see {DIAGNOSIS} in its folder."
     )
 
 

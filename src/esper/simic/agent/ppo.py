@@ -31,6 +31,7 @@ from esper.simic.agent.rollout_buffer import SequenceBatch, TamiyoRolloutBuffer
 __all__ = ["Guard", "PPOAgent", "PPOConfig", "ReturnMoments", "explained_variance"]
 
 SMALLEST_SCALE: Final = 1e-4  # constant returns are not scaled up to unit noise
+SMALLEST_CLIP: Final = 1e-8  # a clip range is positive; its schedule may end at 0
 OUTLIER_LIMIT: Final = 10.0
 """Deviations from the median at which a return is clipped in the statistics."""
 FIRST_OUTLIER_LIMIT: Final = 100.0
@@ -152,7 +153,7 @@ class PPOAgent(Stateful):
     """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
-    DERIVED = ("buffer", "_entropy")  # set again in every round
+    DERIVED = ("buffer", "_entropy", "_annealed")  # set again in every round
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class PPOAgent(Stateful):
     ) -> None:
         self.policy = policy
         self.buffer = buffer
-        self.config = config = config or PPOConfig()
+        self.config = self._annealed = config = config or PPOConfig()
         _require_match(policy, buffer)
         heads = policy.spec.head_names
         config.require_heads(*heads)
@@ -193,12 +194,15 @@ class PPOAgent(Stateful):
             device=self.device,
         )
 
-    def anneal(self, factor: float) -> None:
-        """Scale the configured learning rate and entropy coefficients by a factor."""
-        if not 0.0 <= factor < math.inf:
-            raise InvalidInputError(
-                f"factor must be finite and not negative, got {factor}."
-            )
+    def anneal(self, factor: float, clip_factor: float = 1.0) -> None:
+        """Scale learning rate and entropy coefficients, and the clip range."""
+        for number in (factor, clip_factor):
+            if not 0.0 <= number < math.inf:
+                raise InvalidInputError(
+                    f"factor must be finite and not negative, got {number}."
+                )
+        clip = max(clip_factor * self.config.clip_range, SMALLEST_CLIP)
+        self._annealed = replace(self.config, clip_range=clip)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
         self._entropy = factor * self._full_entropy
@@ -280,7 +284,7 @@ class PPOAgent(Stateful):
         if logits.requires_grad:  # False if these parameters are frozen
             logits.retain_grad()
         new = evaluate_choices(logits, values, part.masks, part.actions)
-        terms = ppo_terms(new, part, targets, old, self.config, self._entropy)
+        terms = ppo_terms(new, part, targets, old, self._annealed, self._entropy)
         if not terms.loss.requires_grad:
             raise InvalidStateError(
                 "the loss does not require grad. Unfreeze some parameters."
