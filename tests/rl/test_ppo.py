@@ -941,6 +941,11 @@ ACTIONS = {
         np.array([-1.0, 0.0], np.float32), np.array([1.0, 9.0], np.float32)
     ),
     "unbounded": spaces.Box(-np.inf, np.inf, (2, 1), np.float32),
+    "mixed": spaces.Dict(
+        turn=spaces.Box(-1, 9, (2,), np.float32),
+        tool=spaces.Discrete(3, start=10**9),
+        flags=spaces.Tuple([spaces.MultiBinary(2), spaces.Box(-1, 1, (1,))]),
+    ),
 }
 PAIRS = [(o, "discrete") for o in OBSERVATIONS] + [("vector", a) for a in ACTIONS]
 
@@ -1080,7 +1085,11 @@ def bad_mask(mask):
         (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
-        (lambda: Odd(BOX, spaces.Dict(a=BOX, b=spaces.Discrete(2))), {}, "mixes a Box"),
+        (
+            lambda: Odd(BOX, spaces.Dict(a=BOX, b=TWO)),
+            {"head_relevance": [[True] * 4] * 2},
+            "and the first head discrete",
+        ),
     ],
 )
 def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):

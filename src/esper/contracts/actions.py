@@ -84,7 +84,7 @@ class ActionSpec:
 
     # Without annotations: protocol attributes must not be ClassVar.
     head_names = HEAD_NAMES
-    action_dtype = torch.int64
+    numeric = (False,) * NUM_HEADS
     observation_type = Features
 
     slots: SlotConfig = field(default_factory=SlotConfig)

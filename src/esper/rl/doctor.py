@@ -69,6 +69,8 @@ ADVICE: Final = {
     "leak": "Reset all state in reset()",
     "mask": "Fix the mask",
     "mask missing": "Return it from every reset and step",
+    "mixed": "Use autoregressive=True if a number depends on a choice, and "
+    "head_relevance if only some choices use it",
     "nan": "Return finite numbers",
     "reset": "Accept the keywords seed and options",
     "reset result": "Return both, as in Gymnasium since 0.26",
@@ -91,7 +93,7 @@ ADVICE: Final = {
     "unusable": "Follow Gymnasium's API",
 }
 """Advice for each kind of finding."""
-NOTES: Final = ("action", "huge", "reward constant", "text", "time limit")
+NOTES: Final = ("action", "huge", "mixed", "reward constant", "text", "time limit")
 """Kinds that are no faults: the environment may be correct."""
 
 
@@ -222,6 +224,9 @@ def _read_spaces(
         for name in notes.spec.dropped:
             what = f"{name!r} of the observation is text, which PPO leaves out"
             notes.add("text", what, key=what)
+        if {*notes.spec.numeric} == {True, False}:
+            what = "the action has numbers and choices, drawn independently by default"
+            notes.add("mixed", what)
 
 
 @dataclass
@@ -395,14 +400,19 @@ def _action(
     return first_of(env.action_space, spec.to_env(torch.tensor([picked])))
 
 
-def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[int]:
-    """A legal choice of each head; choice 0 where the op does not use a head."""
-    depends_on_op = rows.ndim == 3
-    op = int(chance.choice(np.flatnonzero(rows[0, 0] if depends_on_op else rows[0])))
-    picked, table = [op], spec.head_relevance
-    for head, row in enumerate(rows[op, 1:] if depends_on_op else rows[1:], 1):
-        is_used = table is None or table[op][head]
-        picked.append(int(chance.choice(np.flatnonzero(row))) if is_used else 0)
+def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[float]:
+    """A legal choice or a number of each head; 0 where the op does not use a head."""
+    has_table, table = rows.ndim == 3, spec.head_relevance
+    picked: list[float] = []
+    for head, is_number in enumerate(spec.numeric):
+        op = int(picked[0]) if head else 0
+        row = rows[op, head] if has_table else rows[head]
+        if table is not None and not table[op][head]:
+            picked.append(0)
+        elif is_number:
+            picked.append(chance.uniform(-1.0, 1.0))
+        else:
+            picked.append(int(chance.choice(np.flatnonzero(row))))
     return picked
 
 
@@ -556,15 +566,14 @@ def _matters(
 ) -> bool:
     """Whether other choices of some heads change an episode."""
     chance = np.random.default_rng(rng_seed)
-    top = np.array([2 if spec.is_continuous else size for size in spec.sizes])
+    top, numeric = np.array(spec.sizes), np.array(spec.numeric)
     for trial in range(TRIALS):
         one, other = chance.random((2, COMPARED_STEPS, len(top))) * top
         other = np.where(np.isin(np.arange(len(top)), heads), other, one)
         shown = []
         for picks in (one, other):
-            rows = torch.from_numpy(picks - 1).float()
-            if not spec.is_continuous:
-                rows = torch.from_numpy(picks).long()
+            rows = torch.from_numpy(np.where(numeric, picks - 1, np.floor(picks)))
+            rows = rows.float() if numeric.any() else rows.long()
             actions = [first_of(env.action_space, spec.to_env(r[None])) for r in rows]
             draws = trial if picks is one else TRIALS + trial
             seed = rng_seed + trial

@@ -4,8 +4,8 @@
     state                 memory before the step, initially zeros
     first                 whether the observation is the first of an episode
     mask                  legal choices of all heads, concatenated (not for a Box)
- -> action                most likely choices, or means of a Box
-    distribution          padded log-probabilities, or mean and log std of a Box
+ -> action                most likely choices; of a Box, means in [-1, 1] of its range
+    distribution          padded log-probabilities; of a Box, mean and log std
     value, next_state     V(s), and memory after the step
 
 The batch size is free. The file contains the normalisation of observations.
@@ -54,10 +54,13 @@ class Step(nn.Module):
         if mask is not None:
             blank = torch.zeros_like(mask[:, :1])
             heads, at = [], 0
-            for size in self.spec.sizes:
+            for size, is_number in zip(self.spec.sizes, self.spec.numeric, strict=True):
                 padding = blank.expand(-1, self.spec.width - size)
-                heads.append(torch.cat((mask[:, at : at + size], padding), dim=1))
-                at += size
+                row = (~blank).expand(-1, size)
+                if not is_number:
+                    row = mask[:, at : at + size]
+                    at += size
+                heads.append(torch.cat((row, padding), dim=1))
             masks = torch.stack(heads, dim=1)
         if "vector" in named:
             vector = (named["vector"] - self.shift) * self.scale
@@ -76,7 +79,7 @@ def export_onnx(agent: "PPO", path: str | Path) -> None:
     example = [torch.zeros(2, *leaf.shape, dtype=leaf.dtype) for leaf in leaves]
     example += [agent.policy.initial_state(2), torch.ones(2, dtype=torch.bool)]
     if not agent.spec.is_continuous:
-        example.append(torch.ones(2, sum(agent.spec.sizes), dtype=torch.bool))
+        example.append(torch.ones(2, agent.spec.mask_entries, dtype=torch.bool))
     try:
         program = torch.onnx.export(
             step,

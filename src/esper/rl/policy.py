@@ -8,19 +8,23 @@ Heads are drawn independently of each other, with two exceptions:
 
     head_relevance[op, head]  the first head is the op: the others are drawn given its
                         choice, and those that the op does not use are forced to choice
-                        0, so they have no part in ratio, entropy, KL and gradient
+                        0 or to the number 0, the middle of a range, so they have no
+                        part in ratio, entropy, KL and gradient
     autoregressive      every head is drawn given the choices of all heads before it
 
-A choice is given by adding its embedding to what the hidden layer of a head puts out.
-Mask tables make legality, not preference, depend on the op's choice; they need neither.
+A choice is given by adding its embedding to what the hidden layer of a head puts out,
+a number by adding a learnt vector times its tanh. Mask tables make legality, not
+preference, depend on the op's choice; they need neither.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
@@ -30,10 +34,8 @@ from esper.kernels import kernel
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
-    CHOICES,
-    NUMBERS,
     Decision,
-    choose,
+    family_of,
     first_choice,
     gumbel,
 )
@@ -41,6 +43,8 @@ from esper.simic.agent.memory import make_memory
 
 Array = NDArray[Any]
 Features = dict[str, Tensor]
+INITIAL_LOG_DEVIATION: Final = 0.0
+"""Log standard deviation of numbers before learning; [-1, 1] is the range of a Box."""
 CHANNELS: Final = (16, 32)
 """Of the two layers that read images, each of which halves their sides."""
 NEAR: Final = 0.25
@@ -100,6 +104,7 @@ class SpacePolicy(nn.Module):
     """What each image is multiplied by; see `scale_images`."""
     _allowed: Tensor
     _places: Tensor
+    _numeric: Tensor
     _relevant: Tensor | None
     _starts: Tensor
     _sees: Tensor
@@ -115,15 +120,17 @@ class SpacePolicy(nn.Module):
         self.state_shape = (len(parts) * layers, size)
         self.trunks = nn.ModuleList(trunks)
         self.value_out = nn.Linear(width, 1)
-        outputs = heads if spec.is_continuous else sum(spec.sizes)
-        self.head_out = nn.Linear(width, outputs)
+        self.family = family_of(spec.numeric)
+        # A number has one output, its mean; its deviation does not depend on the state.
+        outputs = np.where(spec.numeric, 1, spec.sizes)
+        self.head_out = nn.Linear(width, int(outputs.sum()))
         self.log_deviation = nn.Parameter(
-            torch.zeros(heads if spec.is_continuous else 0)
+            torch.full((sum(spec.numeric),), INITIAL_LOG_DEVIATION)
         )
-        chained = config.autoregressive and not spec.is_continuous
+        chained = config.autoregressive
         self.choice_embedding = None
         if chained or spec.head_relevance is not None:
-            self.choice_embedding = nn.Embedding(sum(spec.sizes), width)
+            self.choice_embedding = nn.Embedding(int(outputs.sum()), width)
         self.stages = heads if chained else 1 + (spec.head_relevance is not None)
         """How many groups of heads are drawn one after the other."""
         self._start_even()
@@ -132,7 +139,6 @@ class SpacePolicy(nn.Module):
         bounds = torch.from_numpy(spec.image_bounds)
         scale = torch.where(bounds.isinf(), 1.0, 1.0 / bounds).float()
         self.register_buffer("image_scale", scale if len(scale) else None)
-        sizes = torch.tensor(spec.sizes)
         earlier = torch.ones(heads, heads).tril(-1)
         if not chained:
             earlier[:, 1:] = 0.0
@@ -141,8 +147,9 @@ class SpacePolicy(nn.Module):
             if spec.head_relevance is None
             else torch.tensor(spec.head_relevance),
             "_allowed": spec.allowed,
-            "_places": spec.allowed.flatten().nonzero().squeeze(1),
-            "_starts": sizes.cumsum(0) - sizes,
+            "_places": torch.from_numpy(_places(spec)),
+            "_numeric": torch.tensor(spec.numeric),
+            "_starts": torch.from_numpy(outputs.cumsum() - outputs),
             "_sees": earlier,
         }.items():
             self.register_buffer(name, table, persistent=False)
@@ -195,19 +202,11 @@ class SpacePolicy(nn.Module):
         noise = None if generator is None else self._noise(envs, generator)
         hidden, seen, state = self.encode(features, episode_start.unsqueeze(1), state)
         rows = self._allowed.expand(envs, -1, -1) if masks is None else masks
-        if self.spec.is_continuous:
-            distribution = self.head_outputs(hidden, None)
-            actions, log_deviation = distribution.unbind(-1)
-            if noise is not None:
-                actions = actions + log_deviation.exp() * noise
-            log_probs = NUMBERS.log_probs(distribution, actions)
-        else:
-            outputs, rows, actions = self.choose(hidden, rows, noise)
-            distribution = CHOICES.distribution(outputs, rows)
-            log_probs = CHOICES.log_probs(distribution, actions)
+        outputs, rows, actions = self.choose(hidden, rows, noise)
+        distribution = self.family.distribution(outputs, rows)
         return Decision(
             actions=actions,
-            log_probs=log_probs,
+            log_probs=self.family.log_probs(distribution, actions),
             masks=rows,
             distribution=distribution,
             values=torch.addcmul(self.value_mean, self.value_scale, self._values(seen)),
@@ -216,29 +215,33 @@ class SpacePolicy(nn.Module):
 
     def _noise(self, envs: int, generator: Generator) -> Tensor:
         """Noise of all heads; drawn first, so that its copy waits for nothing."""
-        device, (heads, choices) = self.value_mean.device, self._allowed.shape
-        if not self.spec.is_continuous:
-            return gumbel((envs, heads, choices), generator, device)
-        noise = torch.randn(envs, heads, generator=generator, device=generator.device)
-        return to_device(noise, device)
+        numeric, place = [*self.spec.numeric], generator.device
+        normal = partial(torch.randn, envs, generator=generator, device=place)
+        if all(numeric):
+            noise = normal(len(numeric))
+        else:
+            noise = gumbel((envs, *self._allowed.shape), generator, place)
+            if any(numeric):
+                noise[:, numeric, 0] = normal(sum(numeric))
+        return to_device(noise, self.value_mean.device)
 
     def choose(
         self,
         hidden: Float[Tensor, "env hidden"],
         masks: Bool[Tensor, "env *op head choice"],
-        noise: Float[Tensor, "env head choice"] | None,
+        noise: Float[Tensor, "env head *choice"] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, the rows that choices are drawn from, and choices of all heads."""
         has_table = masks.ndim == 4
         rows = masks[:, 0] if has_table else masks
         outputs = self.head_outputs(hidden, None)
-        actions = choose(outputs, rows, noise)
+        actions = self.family.draw(outputs, rows, noise)
         for stage in range(1, max(self.stages, 1 + has_table)):
             if stage == 1:
-                rows = self._rows_given(actions[:, 0], masks)
+                rows = self._rows_given(actions[:, 0].long(), masks)
             if self.choice_embedding is not None:
                 outputs = self.head_outputs(hidden, actions)
-            later = choose(outputs, rows, noise)
+            later = self.family.draw(outputs, rows, noise)
             actions = torch.cat((actions[:, :stage], later[:, stage:]), dim=1)
         return outputs, rows, actions
 
@@ -315,7 +318,7 @@ class SpacePolicy(nn.Module):
     def head_outputs(
         self,
         hidden: Float[Tensor, "row hidden"],
-        actions: Int64[Tensor, "row head"] | None,
+        actions: Shaped[Tensor, "row head"] | None,
     ) -> Float[Tensor, "row head choice"]:
         """Logits of every head, padded; of numbers, mean and log deviation.
 
@@ -329,28 +332,42 @@ class SpacePolicy(nn.Module):
                 return self._outputs_given(hidden, actions)
             hidden = tanh(hidden)
         flat: Tensor = self.head_out(hidden)
-        if self.spec.is_continuous:
+        numbers = len(self.log_deviation)
+        if numbers == flat.shape[1]:
             return torch.stack((flat, self.log_deviation.expand_as(flat)), dim=-1)
         heads, width = self._allowed.shape
         if flat.shape[1] == heads * width:
             return flat.view(-1, heads, width)
+        if numbers:
+            deviations = self.log_deviation.expand(len(flat), -1)
+            flat = torch.cat((flat, deviations), dim=1)
         padded: Tensor = self._padded(flat.T).T.unflatten(1, (heads, width))
         return padded
 
     def _outputs_given(self, hidden: Tensor, actions: Tensor) -> Tensor:
         """Logits of every head, each with the embeddings of the choices it sees."""
         assert self.choice_embedding is not None
-        chosen = self.choice_embedding(actions + self._starts)
+        numbers = len(self.log_deviation)
+        weight: Tensor = self.head_out.weight
+        bias: Tensor = self.head_out.bias
+        if numbers:
+            choices = actions.masked_fill(self._numeric, 0).long()
+            factors = torch.where(self._numeric, tanh(actions), 1.0).unsqueeze(2)
+            chosen = self.choice_embedding(choices + self._starts) * factors
+            weight = F.pad(weight, (0, 0, 0, numbers))
+            bias = torch.cat((bias, self.log_deviation))
+        else:
+            chosen = self.choice_embedding(actions + self._starts)
         hidden = tanh(hidden.unsqueeze(1) + self._sees @ chosen)
-        weight = self._padded(self.head_out.weight).unflatten(0, self._allowed.shape)
-        bias = self._padded(self.head_out.bias).view(self._allowed.shape)
+        weight = self._padded(weight).unflatten(0, self._allowed.shape)
+        bias = self._padded(bias).view(self._allowed.shape)
         outputs = torch.bmm(hidden.transpose(0, 1), weight.transpose(1, 2))
         return outputs.transpose(0, 1) + bias
 
     def _padded(self, outputs: Float[Tensor, " output *row"]) -> Tensor:
         """Outputs of all heads after each other with room for the widest in each."""
         places = self._allowed.numel()
-        if len(outputs) == places:
+        if len(outputs) == places and not len(self.log_deviation):
             return outputs
         blank = outputs.new_zeros(places, *outputs.shape[1:])
         return blank.index_copy(0, self._places, outputs)
@@ -438,6 +455,14 @@ def _tanh_numbers(x: Array, y: Array) -> None:
         below = below * square + kind(4.645767951e-01)
         below = below * square + kind(1)
         y[index] = near * above / below
+
+
+def _places(spec: SpaceSpec) -> Array:
+    """Where outputs, then log deviations, belong in rows `[head, choice]`, flat."""
+    rows, numeric = spec.allowed.numpy().copy(), np.array(spec.numeric)
+    rows[numeric, 1] = False
+    deviations = np.flatnonzero(numeric) * spec.width + 1
+    return np.concatenate((np.flatnonzero(rows), deviations))
 
 
 def _image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:

@@ -4,9 +4,11 @@ An observation becomes one vector and any number of images. The vector concatena
 numbers, flags and one-hot encoded choices. A Box with three axes is an image, whose
 channels are its smaller outer axis.
 
-An action has one or several heads: Discrete, MultiDiscrete and MultiBinary, alone or
-in a Dict or Tuple. A Box has one normal distribution per entry, in which [-1, 1] is
-the range of the space. Other spaces raise an error.
+An action has one or several heads: Discrete, MultiDiscrete, MultiBinary and Box, alone
+or in a Dict or Tuple. Each entry of a Box is a number with a normal distribution, in
+which [-1, 1] is the range of the space. Numbers are clipped to that range for the
+environment alone: a policy learns from what it drew. Masks concern the other heads,
+called choices. Other spaces raise an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -85,6 +87,11 @@ class Part:
         return ()
 
     @cached_property
+    def heads(self) -> int:
+        """Number of heads of an action: of choices, or of numbers of a Box."""
+        return len(self.sizes) or prod(self.space.shape or ())
+
+    @cached_property
     def start(self) -> Array:
         """The first value of each discrete entry."""
         match self.space:
@@ -117,7 +124,7 @@ class SpaceSpec:
 
     Args:
         observation_space: Texts of a Dict are left out.
-        action_space: Discrete spaces, nested or not, or Boxes.
+        action_space: Discrete spaces and Boxes, nested or not.
         head_relevance: Whether a choice of the first head uses each head,
             bool [op, head]; None: all heads are always used.
     """
@@ -142,13 +149,8 @@ class SpaceSpec:
             _require_observation(part)
         if not self._action_parts:
             raise InvalidInputError("the action space is empty.")
-        kinds = {isinstance(part.space, spaces.Box) for part in self._action_parts}
         for part in self._action_parts:
             _require_action(part)
-        if len(kinds) > 1:
-            raise InvalidInputError(
-                "the action space mixes a Box with discrete spaces. Use one kind only."
-            )
         if len(self.sizes) * self.width > MAX_NUMBERS:
             raise InvalidInputError(
                 f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
@@ -158,10 +160,10 @@ class SpaceSpec:
             return
         shape = (self.sizes[0], len(self.sizes))
         table = np.array(self.head_relevance)
-        if self.is_continuous or table.shape != shape:
+        if self.numeric[0] or table.shape != shape:
             raise InvalidInputError(
-                f"head_relevance must be [op, head], here {list(shape)}, of a discrete "
-                f"action, got {list(table.shape)}."
+                f"head_relevance must be [op, head], here {list(shape)}, and the first "
+                f"head discrete, got {list(table.shape)}."
             )
         if not table[:, 0].all():
             raise InvalidInputError("head_relevance must be True for the first head.")
@@ -176,23 +178,29 @@ class SpaceSpec:
         return [*parts_of(self.action_space)]
 
     @cached_property
-    def is_continuous(self) -> bool:
-        """Whether the action is a Box."""
-        return isinstance(self._action_parts[0].space, spaces.Box)
+    def _choice_parts(self) -> list[Part]:
+        return [part for part in self._action_parts if part.sizes]
+
+    @cached_property
+    def numeric(self) -> tuple[bool, ...]:
+        """Whether each head is a number: an entry of a Box."""
+        return tuple(
+            not part.sizes for part in self._action_parts for _ in range(part.heads)
+        )
 
     @property
-    def action_dtype(self) -> torch.dtype:
-        """int64 for discrete actions, float32 for a Box."""
-        return torch.float32 if self.is_continuous else torch.int64
+    def is_continuous(self) -> bool:
+        """Whether all heads are numbers."""
+        return all(self.numeric)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Choices of each head; 2 in a Box: mean and log standard deviation."""
-        if self.is_continuous:
-            return (2,) * sum(
-                prod(part.space.shape or ()) for part in self._action_parts
-            )
-        return tuple(size for part in self._action_parts for size in part.sizes)
+        """Choices of each head; 2 for a number: mean and log standard deviation."""
+        return tuple(
+            size
+            for part in self._action_parts
+            for size in part.sizes or (2,) * part.heads
+        )
 
     @cached_property
     def width(self) -> int:
@@ -204,9 +212,8 @@ class SpaceSpec:
         """Names of the heads."""
         names = []
         for part in self._action_parts:
-            count = len(part.sizes) or prod(part.space.shape or ())
-            alone = count == 1 and not isinstance(part.space, spaces.Box)
-            each = [f"{part.name}.{index}" for index in range(count)]
+            alone = len(part.sizes) == 1
+            each = [f"{part.name}.{index}" for index in range(part.heads)]
             names += [part.name] if alone else each
         return tuple(names)
 
@@ -214,6 +221,23 @@ class SpaceSpec:
     def allowed(self) -> Bool[Tensor, "head choice"]:
         """Choices of each head, without padding."""
         return torch.arange(self.width) < torch.tensor(self.sizes)[:, None]
+
+    @cached_property
+    def _maskable(self) -> Array:
+        """Entries `[head, choice]` that a mask has: those of choices."""
+        rows: Array = self.allowed.numpy() & ~np.array(self.numeric)[:, None]
+        return rows
+
+    @cached_property
+    def mask_entries(self) -> int:
+        """Length of a mask: choices of all heads that are no numbers."""
+        return int(self._maskable.sum())
+
+    @cached_property
+    def _mask_shape(self) -> tuple[int, int]:
+        """Heads and width of a padded mask."""
+        sizes = [size for part in self._action_parts for size in part.sizes]
+        return len(sizes), max(sizes, default=0)
 
     @cached_property
     def observation(self) -> Mapping[str, Leaf]:
@@ -312,17 +336,15 @@ class SpaceSpec:
         """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}
         for part in self._action_parts:
-            shape = part.space.shape or ()
-            count = len(part.sizes) or prod(shape)
-            mine = array[:, at : at + count]
-            at += count
+            mine = array[:, at : at + part.heads]
+            at += part.heads
             if isinstance(part.space, spaces.Box):
                 mine = _scaled(part.space, mine)
             else:
-                mine = mine + part.start
-            values[part.path] = mine.reshape(len(array), *shape).astype(
-                part.space.dtype, copy=False
-            )
+                mine = mine.astype(np.int64, copy=False) + part.start
+            values[part.path] = mine.reshape(
+                len(array), *(part.space.shape or ())
+            ).astype(part.space.dtype, copy=False)
         return from_parts(self.action_space, values.__getitem__)
 
     def head_masks(
@@ -332,6 +354,8 @@ class SpaceSpec:
         needed: Array | None = None,
     ) -> Bool[Tensor, "env *op head choice"]:
         """Legal choices of each head, padded to the width of the largest head.
+
+        Numbers have no entries in `masks`, which are about the other heads only.
 
         Args:
             masks: 0 or 1, or bool, in one of these forms. `[env, choices of all
@@ -353,20 +377,22 @@ class SpaceSpec:
                 f"{envs} environments need {envs} masks, got {count}."
             )
         flat = flags(flat, needed)
-        total, shape = sum(self.sizes), (len(self.sizes), self.width)
-        if len(self.sizes) > 1 and flat.shape[1:] == (self.sizes[0], total):
+        total, (heads, width) = self.mask_entries, self._mask_shape
+        entries, table = self._maskable, (self.sizes[0], total)
+        if heads > 1 and not self.numeric[0] and flat.shape[1:] == table:
             return self._tables(flat, needed)
-        if flat.shape[1:] == (total,) and total == prod(shape):
-            rows = flat.reshape(envs, *shape)
+        if flat.shape[1:] == (total,) and total == entries.size:
+            rows = flat.reshape(envs, *entries.shape)
         elif flat.shape[1:] == (total,):
-            rows = np.zeros((envs, *shape), bool)
-            rows[:, self.allowed.numpy()] = flat
-        elif flat.shape[1:] == shape:
-            rows = flat & self.allowed.numpy()
+            rows = self._unmasked(envs)
+            rows[:, entries] = flat
+        elif flat.shape[1:] == (heads, width):
+            rows, own = self._unmasked(envs), entries.any(axis=1)
+            rows[:, own, :width] = flat & entries[own, :width]
         else:
             raise InvalidInputError(
-                f"an action mask must have {total} entries, or the shape {list(shape)} "
-                f"or {[self.sizes[0], total]}, got {list(flat.shape[1:])}."
+                f"an action mask must have {total} entries, or the shape "
+                f"{[heads, width]} or {[*table]}, got {list(flat.shape[1:])}."
             )
         if needed is not None and not needed.all():
             rows[~needed] = self.allowed.numpy()
@@ -375,6 +401,11 @@ class SpaceSpec:
             env, head = (int(index) for index in np.argwhere(~possible)[0])
             raise self._nothing_legal(env, head)
         return torch.from_numpy(rows)
+
+    def _unmasked(self, *axes: int) -> Array:
+        """Masks `[*axes, head, choice]` that allow numbers and no choice yet."""
+        numbers = self.allowed.numpy() & ~self._maskable
+        return np.broadcast_to(numbers, (*axes, *numbers.shape)).copy()
 
     def _nothing_legal(
         self, env: int, head: int, given: str = ""
@@ -389,8 +420,8 @@ class SpaceSpec:
     ) -> Bool[Tensor, "env op head choice"]:
         """Legal choices of all heads given each choice of the first one."""
         envs, ops = flat.shape[:2]
-        rows = np.zeros((envs, ops, len(self.sizes), self.width), bool)
-        rows[:, :, self.allowed.numpy()] = flat
+        rows = self._unmasked(envs, ops)
+        rows[:, :, self._maskable] = flat
         rows[:, :, 0, :ops] = flat[:, range(ops), range(ops)][:, None]
         if needed is not None:
             rows[~needed] = self.allowed.numpy()
@@ -438,7 +469,8 @@ class SpaceSpec:
                     f"the mask of environment {env} is None. Return a mask."
                 )
         each = [None if m is None else self.mask_row(m) for m in masks]
-        known = next((m for m in each if m is not None), self.allowed.numpy())
+        every = self._maskable[self._maskable]
+        known = next((m for m in each if m is not None), every)
         full = np.ones_like(known)
         return np.stack([full if m is None else m for m in each])
 
@@ -448,20 +480,20 @@ class SpaceSpec:
             return False
         arrays = [x for x in masks if isinstance(x, np.ndarray) and x.ndim == 2]
         fits = len(arrays) == len(masks) and all(len(x) == envs for x in arrays)
-        return fits and sum(x.shape[1] for x in arrays) == sum(self.sizes)
+        return fits and sum(x.shape[1] for x in arrays) == self.mask_entries
 
     def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(masks, Mapping):
             return [*masks]
-        lasts = [part.path[-1] for part in self._action_parts if part.path]
-        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._action_parts):
+        lasts = [part.path[-1] for part in self._choice_parts if part.path]
+        if {*lasts} <= masks.keys() and len({*lasts}) == len(self._choice_parts):
             return [masks[name] for name in lasts]
         try:
             if not lasts:  # the action is not a Dict
                 raise LookupError
-            return [part.of(masks) for part in self._action_parts]
+            return [part.of(masks) for part in self._choice_parts]
         except (LookupError, TypeError):
-            names = ", ".join(part.name for part in self._action_parts)
+            names = ", ".join(part.name for part in self._choice_parts)
             raise InvalidInputError(
                 f"an action mask by head must name {names}, got "
                 f"{', '.join(map(str, masks))}."
@@ -543,7 +575,7 @@ def _require_observation(part: Part) -> None:
 
 def _require_action(part: Part) -> None:
     _require_known(part.space, part.name)
-    if not part.sizes and 0 in (part.space.shape or ()):
+    if not part.heads:
         raise InvalidInputError(f"{part.name} is empty. Leave it out.")
     is_float = np.dtype(part.space.dtype).kind == "f"
     if isinstance(part.space, spaces.Box) and not is_float:

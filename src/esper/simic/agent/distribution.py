@@ -10,17 +10,21 @@ A mask row holds the legal choices of a head *given the heads before it*. A head
 the action does not use is forced to choice 0: its log-ratio, entropy, KL and gradient
 are 0.
 
-Continuous actions use the same tensors: a head is one number, and its two "choices" are
-mean and log standard deviation of a normal distribution.
+A head may also be a number with a normal distribution. The first two entries of its
+row are then mean and log standard deviation, both "legal" where the head is used. If
+only the first is, the number is 0 for certain, like choice 0 of an unused head. Actions
+with such heads are float32, which holds choices exactly up to 2^24.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor, nn
 
@@ -46,8 +50,8 @@ class PolicySpec(Protocol):
         """Number of choices of the largest head."""
 
     @property
-    def action_dtype(self) -> torch.dtype:
-        """int64 for discrete actions, float32 for continuous ones."""
+    def numeric(self) -> tuple[bool, ...]:
+        """Whether each head is a number; such a head has size 2."""
 
     @property
     def observation(self) -> Mapping[str, Leaf]:
@@ -68,39 +72,11 @@ class Decision:
     masks: Bool[Tensor, "env head choice"]
     """The masks that the actions were sampled with."""
     distribution: Float[Tensor, "env head choice"]
-    """Log-probabilities of all choices; 0 where illegal."""
+    """Log-probabilities of all choices, 0 where illegal; mean and log standard
+    deviation of a number."""
     values: Float[Tensor, " env"]
     state: Float[Tensor, "env layer state"]
     """Memory after this step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Stored actions under the current policy."""
-
-    logits: Float[Tensor, "env time head choice"]
-    distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices; 0 where illegal."""
-    log_probs: Float[Tensor, "env time head"]
-    normalized_values: Float[Tensor, "env time"]
-    """V(s), normalised by the return statistics."""
-
-
-def evaluate_choices(
-    logits: Float[Tensor, "env time head choice"],
-    values: Float[Tensor, "env time"],
-    masks: Bool[Tensor, "env time head choice"],
-    actions: Shaped[Tensor, "env time head"],
-) -> Evaluation:
-    """Evaluate stored actions under the distribution that the logits define."""
-    family = family_of(actions.dtype)
-    distribution = family.distribution(logits, masks)
-    return Evaluation(
-        logits=logits,
-        distribution=distribution,
-        log_probs=family.log_probs(distribution, actions),
-        normalized_values=values,
-    )
 
 
 @runtime_checkable
@@ -188,10 +164,10 @@ def kl_divergence(
 
 
 def chosen(
-    log_probs: Float[Tensor, "*batch choice"], actions: Int64[Tensor, " *batch"]
+    log_probs: Float[Tensor, "*batch choice"], actions: Shaped[Tensor, " *batch"]
 ) -> Float[Tensor, " *batch"]:
     """Return the log-probability of the action of every head."""
-    return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    return log_probs.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
 
 
 def normal_parameters(
@@ -228,6 +204,36 @@ def normal_kl(
     return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
 
 
+def normal_draw(
+    parameters: Float[Tensor, "*batch two"],
+    masks: Bool[Tensor, "*batch two"],
+    noise: Float[Tensor, " *batch"] | None,
+) -> Float[Tensor, " *batch"]:
+    """Return mean plus deviation times noise; masks do not apply."""
+    mean, log_deviation = parameters.unbind(-1)
+    return mean if noise is None else mean + log_deviation.exp() * noise
+
+
+def optional_parameters(
+    parameters: Float[Tensor, "*batch two"], masks: Bool[Tensor, "*batch two"]
+) -> Float[Tensor, "*batch two"]:
+    """Return mean and log deviation; where unused, constants with density 1 at 0."""
+    is_used = masks[..., 1]
+    mean = torch.where(is_used, parameters[..., 0], 0.0)
+    log_deviation = torch.where(is_used, parameters[..., 1], -0.5 * LOG_TWO_PI)
+    return torch.stack((mean, log_deviation), dim=-1)
+
+
+def optional_draw(
+    parameters: Float[Tensor, "*batch two"],
+    masks: Bool[Tensor, "*batch two"],
+    noise: Float[Tensor, "*batch two"] | None,
+) -> Float[Tensor, " *batch"]:
+    """Return a drawn number, with the first entry of the noise; 0 where unused."""
+    first = None if noise is None else noise[..., 0]
+    return torch.where(masks[..., 1], normal_draw(parameters, masks, first), 0.0)
+
+
 class Family(NamedTuple):
     """Functions of a family of distributions."""
 
@@ -238,18 +244,13 @@ class Family(NamedTuple):
     entropy: Callable[[Tensor], Tensor]
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
     """KL(old || new) from old and new parameters and masks."""
+    draw: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """Actions from logits, masks and noise; the likeliest ones without noise."""
 
 
 SMALLEST_UNIFORM: Final = 2.0**-25
 """torch.rand draws 0 once in 2^24; this keeps the Gumbel noise finite."""
 LOG_TWO_PI: Final = math.log(2.0 * math.pi)
-CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence)
-NUMBERS: Final = Family(normal_parameters, normal_log_probs, normal_entropy, normal_kl)
-
-
-def family_of(dtype: torch.dtype) -> Family:
-    """Return the distributions of actions of this dtype."""
-    return NUMBERS if dtype.is_floating_point else CHOICES
 
 
 def sample(
@@ -274,6 +275,46 @@ def choose(
     # A legal logit of -inf stays above illegal ones; argmax takes NaN as largest.
     noisy = noisy.clamp(min=torch.finfo(noisy.dtype).min)
     return torch.where(masks, noisy, -torch.inf).argmax(dim=-1)
+
+
+NORMAL: Final = normal_log_probs, normal_entropy, normal_kl
+CHOICES: Final = Family(masked_log_softmax, chosen, entropy, kl_divergence, choose)
+NUMBERS: Final = Family(normal_parameters, *NORMAL, normal_draw)
+OPTIONAL_NUMBERS: Final = Family(optional_parameters, *NORMAL, optional_draw)
+"""Numbers of an action that also has choices; some may not be used."""
+
+
+def family_of(numeric: Sequence[bool]) -> Family:
+    """Return the distributions of heads of which some are numbers."""
+    if not any(numeric):
+        return CHOICES
+    return NUMBERS if all(numeric) else _mixed(numeric)
+
+
+def _mixed(numeric: Sequence[bool]) -> Family:
+    """Return a family that treats each run of equal heads by its kind."""
+    runs = [(is_number, len([*heads])) for is_number, heads in groupby(numeric)]
+
+    def by_run(name: str, rows: Tensor, *others: Tensor | None) -> Tensor:
+        """Call a function on each run of `[..., head, choice]` and `[..., head]`."""
+        axis, width, at, parts = rows.ndim - 2, rows.shape[-1], 0, []
+        for is_number, count in runs:
+            family, used = (OPTIONAL_NUMBERS, 2) if is_number else (CHOICES, width)
+            given = [
+                None if x is None else x.narrow(axis, at, count)
+                for x in (rows, *others)
+            ]
+            given = [
+                x if x is None or x.ndim < rows.ndim else x[..., :used] for x in given
+            ]
+            part = getattr(family, name)(*given)
+            if part.ndim == rows.ndim:
+                part = F.pad(part, (0, width - used))
+            parts.append(part)
+            at += count
+        return torch.cat(parts, dim=axis)
+
+    return Family(*(partial(by_run, name) for name in Family._fields))
 
 
 def gumbel(
@@ -303,3 +344,42 @@ def require_choice(
         raise NoLegalActionError(
             f"head {names[head]!r} of environment {env} has no legal choice. {hint}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Stored actions under the current policy."""
+
+    logits: Float[Tensor, "env time head choice"]
+    distribution: Float[Tensor, "env time head choice"]
+    """As in `Decision`."""
+    log_probs: Float[Tensor, "env time head"]
+    normalized_values: Float[Tensor, "env time"]
+    """V(s), normalised by the return statistics."""
+    family: Family = CHOICES
+
+
+def evaluate_choices(
+    logits: Float[Tensor, "env time head choice"],
+    values: Float[Tensor, "env time"],
+    masks: Bool[Tensor, "env time head choice"],
+    actions: Shaped[Tensor, "env time head"],
+    family: Family = CHOICES,
+) -> Evaluation:
+    """Evaluate stored actions under the distribution that the logits define.
+
+    Args:
+        logits: What the policy returned for each head.
+        values: What it returned for V(s).
+        masks: The masks that the actions were sampled with.
+        actions: The stored actions.
+        family: The distributions of the heads, as `family_of` returns them.
+    """
+    distribution = family.distribution(logits, masks)
+    return Evaluation(
+        logits=logits,
+        distribution=distribution,
+        log_probs=family.log_probs(distribution, actions),
+        normalized_values=values,
+        family=family,
+    )

@@ -7,7 +7,9 @@ r"""Settings and objective of PPO on padded sequences with masked, factored acti
 A head is *open* on a step if its mask allows more than one choice; only open heads
 contribute. Every term is a sum over steps divided by the number of valid steps, so the
 balance of a head's entropy (divided by the log of its legal choices) and advantage does
-not depend on how often it is open. Padding is masked before any arithmetic.
+not depend on how often it is open. Padding is masked before any arithmetic. The entropy
+of a number is divided by log 2, so it is in bits: twice the deviation is 1 more, as are
+two equal choices instead of one. It has no bounds.
 
 If the environments of a group share random numbers, the mean advantage of the others in
 the group is subtracted from each advantage. It does not depend on the environment's own
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import quoted
-from esper.simic.agent.distribution import Evaluation, family_of
+from esper.simic.agent.distribution import Evaluation
 from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 
@@ -52,7 +54,8 @@ class PPOConfig:
     target_kl: float = 0.03
     """Stop the update when KL(old || new) exceeds this; inf disables the check."""
     entropy_coef: float = 0.01
-    """Entropy coefficient of each head. Entropies are scaled to a maximum of 1."""
+    """Entropy coefficient of each head. Entropies of choices are scaled to a maximum of
+    1, those of numbers are in bits."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """Entropy coefficients of single heads, which override entropy_coef."""
     value_coef: float = 0.5
@@ -139,8 +142,7 @@ def ppo_terms(
         value_error(new.normalized_values, targets, old_values, config.value_clip),
         valid,
     )
-    family = family_of(batch.actions.dtype)
-    nats = family.entropy(new.distribution)
+    nats = new.family.entropy(new.distribution)
     entropy = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
     bonus = (entropy_weights * entropy.sum(dim=(0, 1))).sum() / steps
@@ -148,7 +150,7 @@ def ppo_terms(
 
     with torch.no_grad():
         open_steps = is_open.sum(dim=(0, 1))
-        kl = family.kl(batch.distribution, new.distribution, batch.masks)
+        kl = new.family.kl(batch.distribution, new.distribution, batch.masks)
         return Terms(
             loss=loss,
             policy_loss=policy_loss.detach(),

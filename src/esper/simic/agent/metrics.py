@@ -32,7 +32,8 @@ class Terms:
     kl: Float[Tensor, " head"]
     """KL(old || new) of each head; the sum estimates the joint KL."""
     entropy: Float[Tensor, " head"]
-    """Mean normalised entropy of each head where open: 0 (certain) to 1 (uniform)."""
+    """Mean normalised entropy of each head where open: 0 (certain) to 1 (uniform); of
+    numbers in bits."""
     openness: Float[Tensor, " head"]
     """Fraction of valid steps on which each head had more than one choice."""
 
@@ -44,7 +45,8 @@ class HeadRecord:
     kl: float
     """KL(old || new) of this head."""
     entropy: float
-    """Mean normalised entropy where open: 0 (certain) to 1 (uniform)."""
+    """Mean normalised entropy where open: 0 (certain) to 1 (uniform); of a number in
+    bits."""
     openness: float
     """Fraction of steps on which it had more than one choice."""
     grad_norm: float

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.state import Stateful, leaves, load
-from esper.simic.agent.distribution import Policy, evaluate_choices
+from esper.simic.agent.distribution import Policy, evaluate_choices, family_of
 from esper.simic.agent.losses import (
     PPOConfig,
     masked_mean,
@@ -168,6 +168,7 @@ class PPOAgent(Stateful):
         self.config = self._annealed = config = config or PPOConfig()
         _require_match(policy, buffer)
         heads = policy.spec.head_names
+        self._family = family_of(policy.spec.numeric)
         config.require_heads(*heads)
         if config.minibatches > buffer.num_envs:
             raise InvalidInputError(
@@ -283,7 +284,7 @@ class PPOAgent(Stateful):
         targets, old = ((x - mean) / scale for x in (part.returns, part.values))
         if logits.requires_grad:  # False if these parameters are frozen
             logits.retain_grad()
-        new = evaluate_choices(logits, values, part.masks, part.actions)
+        new = evaluate_choices(logits, values, part.masks, part.actions, self._family)
         terms = ppo_terms(new, part, targets, old, self._annealed, self._entropy)
         if not terms.loss.requires_grad:
             raise InvalidStateError(

@@ -58,12 +58,12 @@ class SequenceBatch:
     masks: Bool[Tensor, "env time head choice"]
     """Legal choices of each head."""
     actions: Shaped[Tensor, "env time head"]
-    """int64 for discrete heads, float32 for continuous ones."""
+    """int64 if all heads are choices, float32 if some are numbers."""
     log_probs: Float[Tensor, "env time head"]
     """Log-probability of each action under the policy that acted."""
     distribution: Float[Tensor, "env time head choice"]
-    """Log-probabilities of all choices under that policy. For continuous heads: mean
-    and log standard deviation."""
+    """Log-probabilities of all choices under that policy. For a number: mean and log
+    standard deviation."""
     values: Float[Tensor, "env time"]
     advantages: Float[Tensor, "env time"]
     returns: Float[Tensor, "env time"]
@@ -261,7 +261,7 @@ class TamiyoRolloutBuffer:
         self._steps = torch.arange(max_steps, device=device)
         self._sizes = np.array(spec.sizes)
         self._names = tuple(spec.observation)
-        self._is_continuous = spec.action_dtype.is_floating_point
+        self._numeric = np.array(spec.numeric)
         self._checks_values = device.type == "cpu"
         if self._checks_values:
             results = [by_time[name] for name in RESULTS]
@@ -634,8 +634,10 @@ class TamiyoRolloutBuffer:
         for name, array in self._finite.items():
             self._require_finite(name, array, at)
         problem = env = head = 0
-        if not self._is_continuous:
-            problem, env, head = _first_bad_choice(*self._chosen, self._sizes, at)
+        if not self._numeric.all():
+            problem, env, head = _first_bad_choice(
+                *self._chosen, self._sizes, self._numeric, at
+            )
         if problem:
             error, text = PROBLEMS[problem]
             action, log_prob = (x[at[env], env, head] for x in self._chosen[1:3])
@@ -671,6 +673,7 @@ def _is_count(value: object) -> bool:
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
     """Return the fields of one step of all environments."""
     env, choices = (num_envs,), (num_envs, len(spec.sizes), spec.width)
+    action = torch.float32 if any(spec.numeric) else torch.int64
     return (
         *(
             Field(f"features.{name}", (*env, *leaf.shape), leaf.dtype)
@@ -678,7 +681,7 @@ def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
         ),
         Field("episode_start", env, torch.bool),
         Field("masks", choices, torch.bool),
-        Field("actions", choices[:2], spec.action_dtype),
+        Field("actions", choices[:2], action),
         Field("log_probs", choices[:2]),
         Field("distribution", choices),
         Field("values", env),
@@ -729,6 +732,7 @@ def _first_bad_choice(
     log_probs: Array,
     distribution: Array,
     sizes: Array,
+    numeric: Array,
     at: Array,
 ) -> tuple[int, int, int]:
     """Return the first problem of a choice, its environment and its head, or zeros."""
@@ -737,12 +741,14 @@ def _first_bad_choice(
         if now == masks.shape[0] - 1:
             continue
         for head in range(masks.shape[2]):
-            mask, action = masks[now, env, head], actions[now, env, head]
+            mask, action = masks[now, env, head], int(actions[now, env, head])
             if mask[sizes[head] :].any():
                 return PADDING, env, head
             if not mask.any():
                 return EMPTY, env, head
-            if not 0 <= action < sizes[head]:
+            if numeric[head]:
+                continue
+            if not 0 <= action < sizes[head] or action != actions[now, env, head]:
                 return OUT_OF_RANGE, env, head
             if not mask[action]:
                 return ILLEGAL, env, head
