@@ -93,8 +93,6 @@ def test_a_value_comes_back_as_it_went():
     assert torch.equal(again.left, value.left)
     inner = again.right[1]["x"][0]
     assert (bool(inner.left), inner.left.ndim, inner.right) == (True, 0, "text")
-    plain = Pair("no tensor", 1)
-    assert packed(plain) is plain
 
 
 def test_results_come_in_order_and_are_the_same_by_whomever(two):

@@ -3,7 +3,7 @@
 A job is a pure function of two values: one that all jobs share and one of its own. So
 any worker may run it, and more than once. A job whose worker died, was late or returned
 an invalid result is given to another worker, up to three times. Results come in the
-order of the jobs. Tensors travel as numpy arrays.
+order of the jobs.
 """
 
 import os
@@ -13,15 +13,14 @@ from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from operator import is_not
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from threading import current_thread, main_thread
 from time import monotonic
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import EsperError, WorkersError
@@ -155,13 +154,13 @@ class Pool(Workers, Generic[Handle]):
         """Descriptions of the jobs that run now."""
         return [job.about for job in self._active.values()]
 
-    @abstractmethod
-    def _share(self, shared: object) -> Any:  # noqa: ANN401
+    def _share(self, shared: bytes) -> Any:  # noqa: ANN401
         """Prepare the shared value for `_submit`."""
+        return shared
 
     @abstractmethod
     def _submit(
-        self, function: Callable[..., Any], shared: object, job: object
+        self, function: Callable[..., Any], shared: Any, job: bytes
     ) -> tuple[Handle, float]:
         """Start a job; return its handle and seconds to add to its deadline."""
 
@@ -170,7 +169,7 @@ class Pool(Workers, Generic[Handle]):
         """The jobs that have ended; waits at most `POLL_SECONDS` for one."""
 
     @abstractmethod
-    def _result(self, handle: Handle) -> object:
+    def _result(self, handle: Handle) -> bytes:
         """The result of a job that has ended; raises its error, or `JobFailed`."""
 
     @abstractmethod
@@ -261,60 +260,33 @@ class Pool(Workers, Generic[Handle]):
             active.clear()
 
 
-def do_job(function: Callable[..., Any], shared: object, job: object) -> object:
+def do_job(function: Callable[..., Any], shared: bytes, job: bytes) -> bytes:
     """Run a job in a worker."""
     torch.set_num_threads(1)
     return packed(function(unpacked(shared), unpacked(job)))
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    array: NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedDataclass:
-    kind: type
-    parts: dict[str, Any]
-
-
-def packed(value: Any) -> Any:  # noqa: ANN401
-    """The value with arrays in place of tensors, also inside of containers.
+class _JobPickler(ForkingPickler):
+    """Sends tensors as arrays.
 
     torch would send each tensor as an open file, and files run out.
     """
-    if isinstance(value, Tensor):
-        return _PackedTensor(value.detach().cpu().numpy())
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: getattr(value, each.name) for each in fields(value)}
-        sent = {name: packed(part) for name, part in parts.items()}
-        changed = any(sent[name] is not part for name, part in parts.items())
-        return _PackedDataclass(type(value), sent) if changed else value
-    return _inside(packed, value)
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """How a tensor is made again; other values as usual."""
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.detach().cpu().numpy(),)
+        return NotImplemented
 
 
-def unpacked(value: Any) -> Any:  # noqa: ANN401
-    """The inverse of `packed`."""
-    if isinstance(value, _PackedTensor):
-        array = value.array  # read-only in Ray's object store
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    if isinstance(value, _PackedDataclass):
-        return value.kind(
-            **{name: unpacked(part) for name, part in value.parts.items()}
-        )
-    return _inside(unpacked, value)
+def packed(value: object) -> bytes:
+    """The value as bytes for another process; see `unpacked`."""
+    return bytes(_JobPickler.dumps(value))
 
 
-def _inside(change: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
-    """A container with changed parts; the same object if no part changed."""
-    if type(value) is dict:
-        made = {name: change(part) for name, part in value.items()}
-        return made if any(made[name] is not value[name] for name in made) else value
-    if type(value) in (list, tuple):
-        parts = [change(part) for part in value]
-        changed = any(map(is_not, parts, value))
-        return type(value)(parts) if changed else value
-    return value
+def unpacked(data: bytes) -> Any:  # noqa: ANN401
+    """The inverse of `packed`; only for data of processes that were started here."""
+    return _JobPickler.loads(data)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG: Final = 1
 """The constant of Linux's prctl."""
 
 
-class Processes(Pool[Future[Any]]):
+class Processes(Pool[Future[bytes]]):
     """Processes of one thread each, started on demand.
 
     Each has an executor of its own, because a dead process breaks its executor.
@@ -43,14 +43,11 @@ class Processes(Pool[Future[Any]]):
         super().__init__(count, deadline)
         self._memory = memory or machine_memory() // count
         self._idle: list[_Process] = []
-        self._busy: dict[Future[Any], _Process] = {}
-
-    def _share(self, shared: object) -> object:
-        return shared
+        self._busy: dict[Future[bytes], _Process] = {}
 
     def _submit(
-        self, function: Callable[..., Any], shared: object, job: object
-    ) -> tuple[Future[Any], float]:
+        self, function: Callable[..., Any], shared: bytes, job: bytes
+    ) -> tuple[Future[bytes], float]:
         while True:
             more = 0.0 if self._idle else START_SECONDS
             process = self._idle.pop() if self._idle else _Process(self._memory)
@@ -62,11 +59,11 @@ class Processes(Pool[Future[Any]]):
             self._busy[future] = process
             return future, more
 
-    def _ended(self, handles: Collection[Future[Any]]) -> Collection[Future[Any]]:
+    def _ended(self, handles: Collection[Future[bytes]]) -> Collection[Future[bytes]]:
         ended, _ = wait(handles, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
         return ended
 
-    def _result(self, handle: Future[Any]) -> object:
+    def _result(self, handle: Future[bytes]) -> bytes:
         process, error = self._busy.pop(handle), handle.exception()
         if isinstance(error, BrokenProcessPool):
             process.end()
@@ -77,7 +74,7 @@ class Processes(Pool[Future[Any]]):
             return handle.result()
         raise JobFailed(f"{type(error).__name__}: {error}") from error
 
-    def _abandon(self, handle: Future[Any]) -> None:
+    def _abandon(self, handle: Future[bytes]) -> None:
         self._busy.pop(handle).end()
 
     def close(self) -> None:
