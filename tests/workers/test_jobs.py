@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from esper.contracts.errors import InvalidInputError, WorkersError
-from esper.workers.jobs import Workers, packed, unpacked, workers
-from esper.workers.processes import Processes
+from esper.workers.jobs import Processes, Workers, packed, unpacked, workers
 
 
 @dataclass(frozen=True)
