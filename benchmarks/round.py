@@ -35,7 +35,7 @@ from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy import network
 from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.training import callbacks, shards
+from esper.training import callbacks, controller_ppo
 from esper.training.callbacks import Record
 from esper.training.loop import OnRoundEnd
 from esper.training.train import begin_run
@@ -54,7 +54,7 @@ NEVER = 1_000_000
 
 KEEPING: Calls = (
     (Record, "on_rollout", "store"),
-    (shards, "rows_of", "store"),
+    (controller_ppo, "rows_of", "store"),
     (Store, "add_round", "store"),
     (Store, "flush", "store"),
     (callbacks, "save", "checkpoint"),

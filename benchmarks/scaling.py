@@ -11,7 +11,6 @@ about clusters with one shard per core. There the longest of many shards counts:
 are drawn from those that were measured. Transfer, join and update grow with the number.
 """
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
@@ -57,8 +56,8 @@ class Timed(Workers):
                 result = function(shared, job)
                 self.shards.append(perf_counter() - began)
             began = perf_counter()
-            ways = [pickle.dumps(packed(each)) for each in (shared, job, result)]
-            unpacked(pickle.loads(ways[-1]))
+            ways = [packed(each) for each in (shared, job, result)]
+            unpacked(ways[-1])
             self.transfers.append(perf_counter() - began)
             self.sent.append(sum(map(len, ways)))
             yield result

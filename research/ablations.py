@@ -23,7 +23,6 @@ from benchmarks import timing
 from benchmarks.timing import Report
 from esper.contracts.errors import InvalidInputError
 from esper.evaluation.evaluation import evaluate_controller
-from esper.evaluation.statistics import crossed_interval
 from esper.runs.controllers import load_controller
 from esper.runs.progress import Progress
 from esper.runs.train_config import preset, resolve
@@ -31,6 +30,7 @@ from esper.tasks.family import drawn_task
 from esper.training.recordings import RecordConfig, record
 from esper.training.train import begin_run
 from esper.workers.jobs import workers
+from research.crossed import crossed_interval
 
 WHOLE: Final = "whole"
 VARIANTS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from benchmarks.timing import Report
 from esper.environment.settings import LEAST_ERROR
 from esper.evaluation.sizes import best_sizes
-from esper.evaluation.statistics import Interval, crossed_interval
+from esper.evaluation.statistics import Interval
 from esper.runs.records import LADDER
+from research.crossed import crossed_interval
 
 Floats = NDArray[np.float64]
 RENTS: Final = (0.002, 0.01, 0.04)

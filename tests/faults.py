@@ -41,9 +41,9 @@ from esper.environment.growing import GrowingWorld
 from esper.runs.run import Run
 from esper.runs.settings import as_toml
 from esper.runs.train_config import CheckpointConfig, EvalConfig
+from esper.training.controller_ppo import play_shard
 from esper.training.loop import OnRoundEnd
 from esper.training.recordings import RecordConfig, record
-from esper.training.shards import play_shard
 from esper.training.train import begin_run, resume_run
 from esper.workers.jobs import Workers, workers
 from tests.cli.calls import assert_one_line, command, environment

@@ -11,7 +11,6 @@ from esper.environment.settings import WorldSettings
 from esper.evaluation.evaluation import Job, results_of
 from esper.evaluation.sizes import (
     HALVING,
-    best_size,
     best_sizes,
     check_halving,
     halved,
@@ -72,7 +71,6 @@ def test_the_envelope_takes_the_best_size_at_every_stop():
     assert np.isnan(found.area).all()
     worth = np.stack([one.stops.worth for one in (FAST, SLOW, WORST)])
     assert best_sizes(worth).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert best_size(worth) == 1
 
 
 def test_halving_drops_what_does_worst_and_ends_within_the_compute():

@@ -14,7 +14,6 @@ from esper.evaluation.statistics import (
     Interval,
     bootstrap,
     compare_pairs,
-    crossed_interval,
     holm,
     iqm_difference,
     iqm_interval,
@@ -22,6 +21,7 @@ from esper.evaluation.statistics import (
     paired_improvement,
     paired_wilcoxon,
 )
+from research.crossed import crossed_interval
 from tests.references import statistics as reference
 
 shapes = st.tuples(st.integers(1, 3), st.integers(2, 9))

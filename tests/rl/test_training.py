@@ -11,7 +11,7 @@ import pytest
 
 from esper import PPO
 from esper.cli import main
-from esper.cli.resume import report_interruption
+from esper.cli.train import report_interruption
 from esper.contracts.errors import InvalidInputError, WorkersError
 from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
 from esper.runs.run import Run

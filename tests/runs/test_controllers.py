@@ -1,6 +1,7 @@
 """The policy of a run controls any world, and is exported as two files."""
 
 import json
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -246,25 +247,20 @@ def test_the_manifest_has_the_figures_and_the_commit_of_the_run(ending, tmp_path
     assert ("commit" in versions) == (checkout_commit() is not None)
 
 
-def test_the_commit_of_a_checkout_is_read_wherever_git_keeps_it(tmp_path):
-    assert checkout_commit(tmp_path) is None
-    git, commit = tmp_path / ".git", "0123456789" * 4
-    (git / "refs/heads").mkdir(parents=True)
-    (git / "HEAD").write_text("ref: refs/heads/main\n")
-    assert checkout_commit(tmp_path) is None
-    (git / "packed-refs").write_text(f"# pack-refs\n{commit} refs/heads/main\n")
-    assert checkout_commit(tmp_path) == commit
-    (git / "refs/heads/main").write_text(f"{commit[::-1]}\n")
-    assert checkout_commit(tmp_path) == commit[::-1]
-    own = git / "worktrees/other"
-    own.mkdir(parents=True)
-    (own / "HEAD").write_text("ref: refs/heads/main\n")
-    (own / "commondir").write_text("../..\n")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/.git").write_text(f"gitdir: {own}\n")
-    assert checkout_commit(tmp_path / "other") == commit[::-1]
-    (git / "HEAD").write_text(f"{commit}\n")
-    assert checkout_commit(tmp_path) == commit
+def test_the_commit_is_that_of_the_checkout_itself(tmp_path):
+    def git(*words):
+        about = ["-c", "user.name=n", "-c", "user.email=e", "-C", tmp_path / "own"]
+        return subprocess.check_output(["git", *about, *words], text=True).strip()
+
+    (tmp_path / "own" / "inside").mkdir(parents=True)
+    git("init", "-q")
+    assert checkout_commit(tmp_path / "own") is None
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    git("worktree", "add", "-q", tmp_path / "other")
+    commit = git("rev-parse", "HEAD")
+    assert checkout_commit(tmp_path / "own") == commit
+    assert checkout_commit(tmp_path / "other") == commit
+    assert checkout_commit(tmp_path / "own" / "inside") is None
 
 
 def test_a_run_that_is_not_finished_is_refused_and_nothing_is_written(tmp_path):

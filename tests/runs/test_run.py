@@ -16,11 +16,12 @@ from esper.contracts.errors import (
     RunLockedError,
     StorageError,
 )
-from esper.runs.lock import Lock, is_locked
 from esper.runs.run import (
+    Lock,
     Run,
     changes_since,
     invented_name,
+    is_locked,
     validate_name,
     versions_now,
 )
@@ -184,7 +185,7 @@ def test_a_second_process_is_told_who_is_there_until_that_one_is_killed(tmp_path
 
 
 def test_a_lock_is_held_until_it_is_released(tmp_path, monkeypatch):
-    monkeypatch.setattr("esper.runs.lock.LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("esper.runs.run.LOCK_TIMEOUT", 0.05)
     file = tmp_path / "lock"
     file.write_text('{"pid": 1, "host": "x", "since": "then"}')
     assert not is_locked(tmp_path)  # by an old file

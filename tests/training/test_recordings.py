@@ -21,7 +21,7 @@ from esper.environment.growing import GrowingWorld
 from esper.environment.settings import LEAST_ERROR
 from esper.files import manifest_of
 from esper.files import pack as pack_tensors
-from esper.runs.lock import Lock
+from esper.runs.run import Lock
 from esper.tamiyo.rollout import play
 from esper.training.recordings import (
     RecordConfig,

@@ -10,12 +10,10 @@ import torch
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load, save
-from esper.training.controller_ppo import controller_loop
+from esper.training.controller_ppo import controller_loop, require_played
 from esper.training.loop import Callback
-from esper.training.shards import require_played
 from esper.training.worlds import mixture_for, steps_of
-from esper.workers.jobs import Workers, workers
-from esper.workers.processes import Processes
+from esper.workers.jobs import Processes, Workers, workers
 from tests.training.test_train import assert_equal
 from tests.training.test_worlds import family
 from tests.training.training_script import config

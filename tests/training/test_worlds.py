@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from esper.cli.resume import report_interruption
+from esper.cli.train import report_interruption
 from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.state import load, save
 from esper.environment.growing import GrowingWorld

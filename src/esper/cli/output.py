@@ -159,7 +159,7 @@ def outlived(command: Callable[[], int], watch: Watch | None = None) -> int:
     """
     if sys.platform != "linux":
         return command()
-    from esper.workers.processes import end_with_parent
+    from esper.workers.jobs import end_with_parent
 
     kinds = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)

@@ -14,7 +14,7 @@ from esper.cli.arguments import (
     positive_float,
 )
 from esper.cli.output import print_line
-from esper.cli.resume import add_resume, report_interruption, unfinished_run
+from esper.cli.train import add_resume, report_interruption, unfinished_run
 from esper.workers.deadline import TIMEOUT
 
 

@@ -1,7 +1,10 @@
-"""`esper train` and `esper config`."""
+"""`esper train` and `esper config`, and `--resume`, which `esper ppo` shares."""
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from typing import Final
+from collections.abc import Callable
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final
 
 from esper.cli.arguments import (
     Command,
@@ -12,7 +15,10 @@ from esper.cli.arguments import (
     worker_starter,
 )
 from esper.cli.output import print_line
-from esper.cli.resume import add_resume, report_interruption, unfinished_run
+
+if TYPE_CHECKING:
+    from esper.runs.run import Run
+    from esper.training.recovery import RunResult
 
 
 def add_train_options(parser: ArgumentParser) -> None:
@@ -84,6 +90,63 @@ def config(options: Namespace) -> None:
     from esper.runs.train_config import resolve
 
     print(as_toml(resolve(given_options(options)), explain=True), end="")
+
+
+def add_resume(parser: ArgumentParser) -> None:
+    """Add `--resume`."""
+    text = "resume an interrupted run, given by name or folder"
+    add_option(parser, "--resume", str, SUPPRESS, "RUN", text)
+
+
+def unfinished_run(
+    given: dict[str, Any], read_settings: Callable[["Run"], object], advice: str
+) -> Path | None:
+    """The folder of the run to resume, or None if that run is complete.
+
+    Args:
+        given: The options that were given, among them `resume`. A run keeps its
+            settings, so the only other option can be `runs`.
+        read_settings: Raises an error for a run that another command started.
+        advice: What the error about other options recommends.
+    """
+    from esper.contracts.messages import refusal
+    from esper.runs.run import Run, find_run
+
+    name, root = given.pop("resume"), Path(given.pop("runs", "runs"))
+    if given:
+        raise refusal(
+            f"--{min(given)} cannot be combined with --resume, which keeps the run's "
+            f"settings. {advice}"
+        )
+    path = find_run(name, root)
+    run = Run.read(path)
+    read_settings(run)
+    if run.finished is None:
+        return path
+    print_line(f"Run {run.name} is already complete. See: esper report {path}")
+    return None
+
+
+def report_interruption(result: "RunResult", command: str) -> int:
+    """Print how to resume an interrupted run; returns the exit code."""
+    from esper.runs.run import OWN_RECORDINGS, Run
+
+    again = f"esper {command} --resume {quote(str(result.path))}"
+    if command == "ppo":
+        from esper.rl.training import ppo_settings_of, resume_command
+
+        again = resume_command(result.path, ppo_settings_of(Run.read(result.path)).env)
+
+    saved = Run.read(result.path).checkpoints().steps()
+    when, kept = f"after round {result.rounds}", "everything is saved"
+    if not saved:
+        when, kept = "before round 1", "pretraining will be repeated"
+        if recorded := len([*(result.path / OWN_RECORDINGS).glob("*.safetensors")]):
+            kept = f"{recorded} recordings are kept, {kept}"
+    elif max(saved) < result.rounds:
+        kept = f"rounds after {max(saved)} will be repeated"
+    print_line(f"Interrupted {when}; {kept}. Resume with: {again}")
+    return 128 + (result.signal or 0)
 
 
 TRAIN: Final = Command(

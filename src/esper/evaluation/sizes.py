@@ -38,11 +38,6 @@ def check_halving(clock: Clock) -> None:
         )
 
 
-def best_size(worth: Floats) -> int:
-    """The size with the best mean over stops and hosts."""
-    return int(worth.mean(axis=(1, 2)).argmax())
-
-
 def best_sizes(worth: Floats) -> NDArray[np.int64]:
     """The size with the best mean over hosts at every stop."""
     best: NDArray[np.int64] = worth.mean(axis=2).argmax(axis=0)

@@ -19,8 +19,7 @@ from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import short
 from esper.evaluation.statistics import Floats
 from esper.runs.database import DEADLINE, VIEWS, open_store, rows
-from esper.runs.lock import is_locked
-from esper.runs.run import STORE, Run
+from esper.runs.run import STORE, Run, is_locked
 from esper.runs.settings import parse_toml
 
 MAX_BINS: Final = 600

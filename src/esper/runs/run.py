@@ -20,21 +20,33 @@ import os
 import platform
 import re
 import secrets
+import socket
+import stat
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from filelock import FileLock, Timeout
+
 from esper import __version__
-from esper.contracts.errors import InvalidInputError, InvalidStateError, RunLockedError
+from esper.contracts.errors import (
+    EsperError,
+    InvalidInputError,
+    InvalidStateError,
+    RunLockedError,
+)
 from esper.contracts.messages import one_line, quoted, short
 from esper.files import (
     Disk,
     discard,
     discard_leftovers,
+    open_regular,
     publish,
     read_json,
     read_text,
@@ -43,8 +55,10 @@ from esper.files import (
     temporary_name,
 )
 from esper.runs.checkpoint import CheckpointFolder
-from esper.runs.lock import Lock, is_locked
 
+fcntl: Any = None
+with suppress(ImportError):  # missing on Windows
+    fcntl = import_module("fcntl")
 CONFIG, VERSIONS, FINISHED = "config.toml", "versions.json", "finished.json"
 RESERVED_NAMES: Final = frozenset({"latest", "best", "con", "prn", "aux", "nul"})
 TRAINING: Final = "training"
@@ -55,6 +69,9 @@ OWN_RECORDINGS: Final = "recordings"
 """Folder of the recordings that a run starts from."""
 START: Final = "start.json"
 OCCUPIED_ERRORS: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+LOCK: Final = "lock"
+LOCK_TIMEOUT: Final = 0.5
+"""Seconds to wait for a lock; listing runs holds each lock for a moment."""
 ADJECTIVES: Final = ("amber", "bold", "calm", "deep", "fair", "green", "keen", "mild")
 TREES: Final = ("alder", "birch", "cedar", "fern", "hazel", "larch", "maple", "reed")
 
@@ -79,7 +96,7 @@ class RunSummary:
 class Run:
     """A run; `create` and `open` lock it for writing, `read` does not."""
 
-    def __init__(self, path: Path, disk: Disk, lock: Lock | None) -> None:
+    def __init__(self, path: Path, disk: Disk, lock: "Lock | None") -> None:
         self.path, self.name = path, path.name
         self._disk, self._lock = disk, lock
 
@@ -299,23 +316,10 @@ def versions_now(config_toml: str) -> dict[str, Any]:
 def checkout_commit(folder: Path | None = None) -> str | None:
     """The Git commit of the checkout of this package; None if it is installed."""
     git = (folder or Path(__file__).parents[3]) / ".git"
-    try:
-        if git.is_file():  # of another work tree
-            git = git.parent / git.read_text().removeprefix("gitdir:").strip()
-        head = (git / "HEAD").read_text().strip()
-        name = head.removeprefix("ref: ")
-        if name == head:
-            return head
-        shared = git / "commondir"
-        places = [git, git / shared.read_text().strip() if shared.exists() else git]
-        for place in places:
-            if (place / name).is_file():
-                return (place / name).read_text().strip()
-        for line in (places[1] / "packed-refs").read_text().splitlines():
-            if line.endswith(f" {name}"):
-                return line.split()[0]
-    except (OSError, UnicodeDecodeError):
-        pass
+    command = ["git", f"--git-dir={git}", "rev-parse", "--verify", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(command, capture_output=True, check=True, timeout=10)
+        return found.stdout.decode().strip()
     return None
 
 
@@ -384,3 +388,63 @@ def validate_name(name: str) -> str:
             "'-', '.', beginning with a letter or digit."
         )
     return name
+
+
+class Lock:
+    """The right to write in a folder, until `close` or the end of the process.
+
+    The lock file also names its owner. `name` replaces the folder's name in errors.
+    """
+
+    def __init__(self, folder: Path, name: Path | None = None) -> None:
+        name, file = name or folder, folder / LOCK
+        if fcntl is None:
+            raise InvalidInputError(
+                "runs need the file locks of Linux or macOS; use one of them."
+            )
+        self._lock = FileLock(file, timeout=LOCK_TIMEOUT, thread_local=False)
+        if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):
+            raise InvalidInputError(f"{short(file)} is not a regular file; remove it.")
+        with storage(name, "lock"):
+            try:
+                self._lock.acquire(poll_interval=0.02)
+                since = datetime.now(UTC).isoformat(timespec="seconds")
+                owner = {"pid": os.getpid(), "host": socket.gethostname()}
+                file.write_text(json.dumps({**owner, "since": since}))
+            except Timeout:
+                raise RunLockedError(
+                    f"{short(name)} is in use by {_owner(file)}; stop it first."
+                ) from None
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Release the lock; may be called again."""
+        self._lock.release(force=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether any process, including this one, holds the lock of a folder."""
+    if fcntl is None:  # no run can be made here
+        return False
+    with storage(folder, "look at"):
+        try:
+            with open_regular(folder / LOCK) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _owner(file: Path) -> str:
+    """The process that holds a lock, if the file can be read."""
+    owner = None
+    with suppress(OSError, EsperError):
+        owner = read_json(file)
+    match owner:
+        case {"pid": int(pid), "host": str(host), "since": str(since)}:
+            return f"process {pid} on {quoted(host)} since {quoted(since)}"
+    return "another process"

@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar, cast, dataclass_transform
@@ -201,14 +201,14 @@ def construct(
     values: Mapping[str, Any],
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """The validated tree; absent settings have their defaults.
+    """The validated tree; absent settings have the defaults of `cls()`.
 
     `values` are by dotted name, as `table_of` returns them. `origins`, such as names of
     files, start the error messages about each.
     """
     known = known_settings(cls)
     tree: dict[str, Any] = {}
-    for dotted, value in (_group_defaults(cls, values) | {**values}).items():
+    for dotted, value in (as_flat(cls()) | {**values}).items():
         *path, name = dotted.split(".")
         node = tree
         for part in path:
@@ -223,23 +223,6 @@ def construct(
     except ValidationError as error:
         raise _refusal(cls, error, origins) from None
     return made
-
-
-def _group_defaults(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the groups with a given setting.
-
-    They may differ from the defaults of the group's class.
-    """
-    found: dict[str, Any] = {}
-    groups = {name.partition(".")[0] for name in values if "." in name}
-    for item in fields(cls):
-        if item.name in groups:
-            default = item.default
-            if item.default_factory is not MISSING:
-                default = item.default_factory()
-            if is_dataclass(default):
-                found |= as_flat(default, f"{item.name}.")
-    return found
 
 
 def as_toml(config: object, *, explain: bool = False) -> str:
@@ -305,8 +288,6 @@ def _refusal(
             dot = "." if where else ""
             return refusal(f"{origins.get(setting, '')}{where}{dot}{text}")
         return refusal(f"{origins.get(where, '')}{where}: {text}" if where else text)
-    if first["type"] == "missing" and depth == len(first["loc"]):
-        return refusal(f"there is no {where!r}, which is needed.")
     if first["type"] == "literal_error" and isinstance(first["input"], str):
         known_names = re.findall("'(.*?)'", first["ctx"]["expected"])
         what = f"{origins.get(where, '')}{where}: there is no"

@@ -39,6 +39,7 @@ from esper.runs.sinks import LoggerName
 from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
+from esper.tamiyo.registry import CONTROLLERS
 
 World = WorldSettings
 
@@ -76,23 +77,8 @@ def _tasks() -> Collection[str]:
     return (SIMULATED, FAMILY, *TASKS)
 
 
-def _rule_based() -> Collection[str]:
-    from esper.tamiyo.registry import CONTROLLERS
-
-    return CONTROLLERS
-
-
-def _blueprints() -> Collection[str]:
-    from esper.growth.blueprints.registry import blueprints
-
-    return blueprints()
-
-
 TaskName = Annotated[str, one_of("task", _tasks)]
-ArmName = Annotated[
-    str, one_of("controller", lambda: (*_rule_based(), *STATIC, *LADDER))
-]
-BlueprintName = Annotated[str, one_of("blueprint", _blueprints)]
+ArmName = Annotated[str, one_of("controller", lambda: (*CONTROLLERS, *STATIC, *LADDER))]
 Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -167,9 +153,7 @@ class EvalConfig:
     checkpoint."""
     hosts: Count = 16
     """Number of hosts per task in each evaluation."""
-    controllers: tuple[ArmName, ...] = field(
-        default_factory=lambda: (*_rule_based(), "static")
-    )
+    controllers: tuple[ArmName, ...] = (*CONTROLLERS, "static")
     """Controllers and static networks to compare with the policy at the end. An empty
     list skips the final evaluation."""
 
@@ -231,12 +215,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other."""
+        from esper.growth.blueprints.registry import blueprints
+
         require_distinct("tasks", self.tasks)
         if self.name is not None:
             validate_name(self.name)
         check_limits("world.", self.world)
         for name in self.world.blueprints or ():
-            if name not in (known := _blueprints()):
+            if name not in (known := blueprints()):
                 raise unknown("world.blueprints: there is no", name, known)
         for alone in (SIMULATED, FAMILY):
             if alone in self.tasks and len(self.tasks) > 1:
@@ -371,8 +357,7 @@ _CHANGES: Final[Mapping[str, dict[str, Any]]] = {
 }
 """Differences of the presets from the defaults."""
 PRESETS: Final[Mapping[str, TrainConfig]] = {
-    name: construct(TrainConfig, as_flat(TrainConfig()) | changes)
-    for name, changes in _CHANGES.items()
+    name: construct(TrainConfig, changes) for name, changes in _CHANGES.items()
 }
 """Duration on two cores: quick a minute, default five, thorough thirty, family ten,
 simulated three."""

@@ -1,38 +1,114 @@
 """PPO of a controller over many worlds, each of which is a shard.
 
-A rollout is one job per world, here or in workers; results do not depend on who does
-them. The buffer joins the shards in order, and one update follows. Worlds are played on
-the CPU; `config.device` holds the learner's policy and buffer.
+    weights, state of the world, random stream  ->  rollout, rows, state of the world
+
+A rollout is one job per world, here or in workers. Its result depends on nothing else,
+so any worker can repeat a lost shard and gets the same bits. The key of the random
+stream has the run, the shard and the round. The buffer joins the shards in order, and
+one update follows. Worlds are played on the CPU; `config.device` holds the learner's
+policy and buffer.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from esper.contracts.devices import usable_device
-from esper.contracts.state import Stateful, save
+from esper.contracts.errors import InvalidInputError
+from esper.contracts.state import Stateful, Tensors, load, save
 from esper.contracts.world import VectorWorld
 from esper.environment.mixture import Mixture
-from esper.runs.streams import stream_seed
+from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.network import TamiyoPolicy
-from esper.training.loop import Callback, TrainingLoop
-from esper.training.shards import (
-    ShardJob,
-    ShardRollout,
-    first_shard,
-    play_shard,
-    require_played,
-)
+from esper.simic.rollout import RolloutState, Transition, collect, start
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.training.loop import Callback, TrainingLoop, WorldRollout
+from esper.training.rows import rows_of
 from esper.workers.jobs import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from esper.runs.train_config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The state of one world between two rounds."""
+
+    episodes: Int64[Tensor, " env"]
+    """Number of episodes with at least one step."""
+    live: RolloutState | None = None
+    """None if every round starts new episodes."""
+    world: Tensors | None = None
+    """The state of the world; None if it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """All that the rollout of a shard depends on, except for the weights."""
+
+    mixture: Mixture = field(repr=False)
+    number: int
+    round: int
+    """Counted from 0."""
+    shard: Shard = field(repr=False)
+    policy: PolicyConfig
+    steps: int
+    rng_seed: int
+    rollbacks: int
+    """Number of rollbacks; changes the random stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRollout(WorldRollout):
+    """The rollout of one shard and its state afterwards."""
+
+    shard: Shard
+    columns: Mapping[str, Tensor]
+    """Result of `TamiyoRolloutBuffer.columns`."""
+
+
+def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
+    """The state of a world before the first round."""
+    episodes = torch.zeros(mixture.counts[number], dtype=torch.int64)
+    if mixture.redrawn:
+        return Shard(episodes)
+    world = mixture.world(number)
+    live = start(world, policy)
+    return Shard(episodes, live, mixture.keep(number, world))
+
+
+def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
+    """Step one world for a round, with a policy of these weights."""
+    shard, mixture, number = job.shard, job.mixture, job.number
+    with torch.random.fork_rng(devices=[]):  # initial weights use random numbers
+        policy = TamiyoPolicy(mixture.spec, job.policy)
+    load(policy, weights)
+    world = mixture.world(number, job.round, shard.world)
+    live = shard.live or start(world, policy)
+    buffer = TamiyoRolloutBuffer.for_policy(policy, world.num_envs, job.steps)
+    choices = f"choices, {number}, {job.round}, {job.rollbacks}"
+    steps: list[Transition] = []
+    generator = stream(job.rng_seed, choices)
+    live, stats = collect(policy, world, live, buffer, generator, on_step=steps.append)
+    first = torch.stack([step.observation.episode_start for step in steps])
+    episode = shard.episodes + first.cumsum(dim=0)
+    kept = None if mixture.redrawn else live
+    after = Shard(episode[-1], kept, mixture.keep(number, world))
+    rows = rows_of(steps, episode, world)
+    return ShardRollout(rows, stats, after, buffer.columns())
+
+
+def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:
+    """Refuse a result of a worker that is not a rollout of this job."""
+    if not isinstance(played, ShardRollout):
+        raise InvalidInputError(f"expected a rollout, got {type(played).__name__}.")
+    buffer.require_columns(played.columns, job.mixture.counts[job.number])
 
 
 class ControllerPPO(Stateful):
@@ -151,8 +227,8 @@ def controller_loop(
     world: VectorWorld | Mixture,
     config: "TrainConfig",
     rollout_steps: int,
-    callbacks: "Sequence[Callback]" = (),
-    signals: "Sequence[int]" = (),
+    callbacks: Sequence[Callback] = (),
+    signals: Sequence[int] = (),
     workers: Workers | None = None,
 ) -> TrainingLoop:
     """The training of a controller that settings describe."""

@@ -48,7 +48,7 @@ from esper.files import (
     storage,
 )
 from esper.files import pack as pack_tensors
-from esper.runs.lock import Lock
+from esper.runs.run import Lock
 from esper.runs.settings import NONE
 from esper.runs.streams import stream_seed
 from esper.runs.train_config import RECORDINGS, WARM

@@ -3,25 +3,31 @@
 A job is a pure function of two values: one that all jobs share and one of its own. So
 any worker may run it, and more than once. A job whose worker died, was late or returned
 an invalid result is given to another worker, up to three times. Results come in the
-order of the jobs. Tensors travel as numpy arrays.
+order of the jobs.
+
+Worker processes ignore Ctrl-C, so that only their parent reacts to it. The system kills
+them when their parent ends.
 """
 
+import ctypes
 import os
 import signal
 import sys
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from operator import is_not
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from multiprocessing.reduction import ForkingPickler
 from threading import current_thread, main_thread
 from time import monotonic
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.errors import EsperError, WorkersError
@@ -41,6 +47,8 @@ START_SECONDS: Final = 120.0
 """Additional seconds for a worker that is still starting."""
 POLL_SECONDS: Final = 0.5
 """Seconds between two checks of deadlines and of the stop condition."""
+PR_SET_PDEATHSIG: Final = 1
+"""The constant of Linux's prctl."""
 
 
 class Workers:
@@ -113,8 +121,6 @@ def workers(
         return RayWorkers(count, ray, deadline)
     if not count:
         return Workers()
-    from esper.workers.processes import Processes
-
     return Processes(count, deadline)
 
 
@@ -155,13 +161,13 @@ class Pool(Workers, Generic[Handle]):
         """Descriptions of the jobs that run now."""
         return [job.about for job in self._active.values()]
 
-    @abstractmethod
-    def _share(self, shared: object) -> Any:  # noqa: ANN401
+    def _share(self, shared: bytes) -> Any:  # noqa: ANN401
         """Prepare the shared value for `_submit`."""
+        return shared
 
     @abstractmethod
     def _submit(
-        self, function: Callable[..., Any], shared: object, job: object
+        self, function: Callable[..., Any], shared: object, job: bytes
     ) -> tuple[Handle, float]:
         """Start a job; return its handle and seconds to add to its deadline."""
 
@@ -170,7 +176,7 @@ class Pool(Workers, Generic[Handle]):
         """The jobs that have ended; waits at most `POLL_SECONDS` for one."""
 
     @abstractmethod
-    def _result(self, handle: Handle) -> object:
+    def _result(self, handle: Handle) -> bytes:
         """The result of a job that has ended; raises its error, or `JobFailed`."""
 
     @abstractmethod
@@ -261,60 +267,130 @@ class Pool(Workers, Generic[Handle]):
             active.clear()
 
 
-def do_job(function: Callable[..., Any], shared: object, job: object) -> object:
+def do_job(function: Callable[..., Any], shared: Any, job: bytes) -> bytes:  # noqa: ANN401
     """Run a job in a worker."""
     torch.set_num_threads(1)
     return packed(function(unpacked(shared), unpacked(job)))
 
 
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    array: NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedDataclass:
-    kind: type
-    parts: dict[str, Any]
-
-
-def packed(value: Any) -> Any:  # noqa: ANN401
-    """The value with arrays in place of tensors, also inside of containers.
+class _JobPickler(ForkingPickler):
+    """Sends tensors as arrays.
 
     torch would send each tensor as an open file, and files run out.
     """
-    if isinstance(value, Tensor):
-        return _PackedTensor(value.detach().cpu().numpy())
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: getattr(value, each.name) for each in fields(value)}
-        sent = {name: packed(part) for name, part in parts.items()}
-        changed = any(sent[name] is not part for name, part in parts.items())
-        return _PackedDataclass(type(value), sent) if changed else value
-    return _inside(packed, value)
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401
+        """How a tensor is made again; other values as usual."""
+        if isinstance(value, Tensor):
+            return torch.from_numpy, (value.detach().cpu().numpy(),)
+        return NotImplemented
 
 
-def unpacked(value: Any) -> Any:  # noqa: ANN401
-    """The inverse of `packed`."""
-    if isinstance(value, _PackedTensor):
-        array = value.array  # read-only in Ray's object store
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    if isinstance(value, _PackedDataclass):
-        return value.kind(
-            **{name: unpacked(part) for name, part in value.parts.items()}
+def packed(value: object) -> bytes:
+    """The value as bytes for another process; see `unpacked`."""
+    return bytes(_JobPickler.dumps(value))
+
+
+def unpacked(data: bytes) -> Any:  # noqa: ANN401
+    """The inverse of `packed`; only for data of processes that were started here."""
+    return _JobPickler.loads(data)
+
+
+class Processes(Pool[Future[bytes]]):
+    """Processes of one thread each, started on demand.
+
+    Each has an executor of its own, because a dead process breaks its executor.
+    `memory` limits the bytes of each, by default to an equal part of the machine's, so
+    that a job fails before the machine runs out.
+    """
+
+    def __init__(
+        self, count: int, deadline: float = DEADLINE, memory: int | None = None
+    ) -> None:
+        super().__init__(count, deadline)
+        self._memory = memory or machine_memory() // count
+        self._idle: list[_Process] = []
+        self._busy: dict[Future[bytes], _Process] = {}
+
+    def _submit(
+        self, function: Callable[..., Any], shared: object, job: bytes
+    ) -> tuple[Future[bytes], float]:
+        while True:
+            more = 0.0 if self._idle else START_SECONDS
+            process = self._idle.pop() if self._idle else _Process(self._memory)
+            try:
+                future = process.pool.submit(do_job, function, shared, job)
+            except BrokenProcessPool:  # it died while idle
+                process.end()
+                continue
+            self._busy[future] = process
+            return future, more
+
+    def _ended(self, handles: Collection[Future[bytes]]) -> Collection[Future[bytes]]:
+        ended, _ = wait(handles, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        return ended
+
+    def _result(self, handle: Future[bytes]) -> bytes:
+        process, error = self._busy.pop(handle), handle.exception()
+        if isinstance(error, BrokenProcessPool):
+            process.end()
+            why = "the worker process died, perhaps out of memory"
+            raise JobFailed(f"{why}; try fewer workers or hosts.")
+        self._idle.append(process)
+        if error is None or isinstance(error, EsperError):
+            return handle.result()
+        raise JobFailed(f"{type(error).__name__}: {error}") from error
+
+    def _abandon(self, handle: Future[bytes]) -> None:
+        self._busy.pop(handle).end()
+
+    def close(self) -> None:
+        """Kill all processes."""
+        for process in (*self._idle, *self._busy.values()):
+            process.end()
+        self._idle, self._busy = [], {}
+
+
+class _Process:
+    """One worker process with a limit of memory in bytes."""
+
+    def __init__(self, memory: int) -> None:
+        others = set(active_children())
+        self.pool = ProcessPoolExecutor(
+            1,
+            mp_context=get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(memory,),
         )
-    return _inside(unpacked, value)
+        # The process inherits that Ctrl-C is ignored.
+        in_main = current_thread() is main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+        self.pool.submit(int)  # makes the pool start its process
+        if in_main:
+            signal.signal(signal.SIGINT, before)
+        self.process = (set(active_children()) - others).pop()
+
+    def end(self) -> None:
+        """Kill it, also while it is stopped."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.process.kill()
+        self.process.join()
 
 
-def _inside(change: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
-    """A container with changed parts; the same object if no part changed."""
-    if type(value) is dict:
-        made = {name: change(part) for name, part in value.items()}
-        return made if any(made[name] is not value[name] for name in made) else value
-    if type(value) in (list, tuple):
-        parts = [change(part) for part in value]
-        changed = any(map(is_not, parts, value))
-        return type(value)(parts) if changed else value
-    return value
+def _start_worker(memory: int) -> None:
+    end_with_parent()
+    if sys.platform == "linux":
+        import resource  # missing on Windows
+
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

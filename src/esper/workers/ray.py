@@ -69,14 +69,14 @@ class RayWorkers(Pool[Any]):
         self._do = self._ray.remote(num_cpus=1, max_retries=0)(do_checked_job)
         self._mine, self._done = versions(), 0
 
-    def _share(self, shared: object) -> object:
+    def _share(self, shared: bytes) -> object:
         try:
             return self._ray.put(shared)
         except self._ray.exceptions.RayError as error:
             raise self._error(error) from error
 
     def _submit(
-        self, function: Callable[..., Any], shared: object, job: object
+        self, function: Callable[..., Any], shared: object, job: bytes
     ) -> tuple[Any, float]:
         # Ray starts a process for each of the first jobs and after a failure.
         more = START_SECONDS if self._done < self.count else 0.0
@@ -89,10 +89,10 @@ class RayWorkers(Pool[Any]):
             raise self._error(error) from error
         return ended
 
-    def _result(self, handle: Any) -> object:  # noqa: ANN401
+    def _result(self, handle: Any) -> bytes:  # noqa: ANN401
         errors = self._ray.exceptions
         try:
-            result = self._ray.get(handle)
+            result: bytes = self._ray.get(handle)
         except errors.RayTaskError as error:
             if isinstance(error.cause, EsperError):
                 raise error.cause from None
@@ -195,8 +195,8 @@ def versions() -> dict[str, str]:
 
 
 def do_checked_job(
-    expected: dict[str, str], function: Callable[..., Any], shared: object, job: object
-) -> object:
+    expected: dict[str, str], function: Callable[..., Any], shared: bytes, job: bytes
+) -> bytes:
     """Run a job, if this node gives the same result as the driver would."""
     _require_token()
     for name, version in versions().items():

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from esper.contracts.actions import HEAD, NUM_HEADS, Op
 from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage
 from esper.environment.growing import GrowingWorld
-from esper.runs.seed_events import events_between
 from esper.runs.streams import stream
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.rule_based import Random
 from esper.tasks.catalogue import task
 from esper.testing.simulated import SimulatedWorld
+from esper.training import rows
 from tests.worlds import blank_slots
 
 
@@ -36,6 +36,15 @@ def action(op, slot, **heads):
     for head, choice in {"op": int(op), "slot": slot, **heads}.items():
         row[0, HEAD[head]] = choice
     return row
+
+
+def events_between(before, after, ended=None, actions=None, illegal=None):
+    """Without episodes that ended and without illegal actions, unless given."""
+    none = torch.zeros(len(before.stage), dtype=torch.bool)
+    waits = torch.zeros(len(none), NUM_HEADS, dtype=torch.int64)
+    ended, illegal = (none if each is None else each for each in (ended, illegal))
+    actions = waits if actions is None else actions
+    return rows.events_between(before, after, ended, actions, illegal)
 
 
 D, T, B, H, F, C = Stage  # in the order of a life
