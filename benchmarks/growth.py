@@ -154,7 +154,7 @@ def grower_of(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Grower:
 
 def step_of(grower: Grower, x: Tensor, y: Tensor) -> Callable[[], None]:
     """The user's step through a Grower."""
-    model, optimizer = grower.model.host, grower._optimizer
+    model, optimizer = grower.model.host, grower.optimizer
 
     def step() -> None:
         loss = grower.loss(lambda: cross_entropy(model(x), y))

@@ -34,7 +34,7 @@ NAMES = pairs("""
 TROUBLE = re.compile(r"\w*Trouble")
 MODULES = pairs("""
     attempts:recovery judging:evaluation merging:merge_rules middle:interlayer
-    rebuilding:serialization suggestions:slot_search
+    rebuilding:serialization suggestions:slots
 """)
 SETTINGS = pairs("""
     clip:clip_range entropy:entropy_coef value:value_coef kind:vectorization

@@ -51,9 +51,9 @@ def train(grower, batches, kind="vector"):
     losses = []
     for batch in batches:
         loss = grower.loss(loss_of(grower, batch, kind))
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss.backward()
-        grower._optimizer.step()
+        grower.optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 
@@ -89,7 +89,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
         assert made.action
         assert bool(made.why_not) == (made.action == "wait")
         assert model.parameters_added <= budget * model.analysis.parameters
-        groups = grower._optimizer.param_groups
+        groups = grower.optimizer.param_groups
         trained = [id(p) for group in groups for p in group["params"]]
         assert sorted(trained) == sorted(id(p) for p in model.parameters())
     assert len(grower.history) == RUN
@@ -178,7 +178,7 @@ def test_a_training_seed_leaves_the_users_loop_unchanged():
         train(grower, range(12))
         grower.step(metric=0.5)
         train(grower, range(12, 20))
-        ends.append(everything(grower.model.host, grower._optimizer, seeds=False))
+        ends.append(everything(grower.model.host, grower.optimizer, seeds=False))
     assert ends[0] == ends[1]
     modules = grower.model.seeds.modules()
     norm = next(m for m in modules if isinstance(m, nn.BatchNorm1d))
@@ -216,11 +216,11 @@ def test_accumulated_and_scaled_losses_train_as_whole_ones_do(parts, scale):
         scaler = torch.amp.GradScaler("cpu", init_scale=factor)
         grower.plant("second->last#0", "widen_8")
         for batch in range(4):
-            grower._optimizer.zero_grad()
+            grower.optimizer.zero_grad()
             for _ in range(halves):
                 loss = grower.loss(loss_of(grower, batch)) / halves
                 scaler.scale(loss).backward()
-            scaler.step(grower._optimizer)
+            scaler.step(grower.optimizer)
             scaler.update()
         ends.append([p.detach().clone() for p in grower.model.parameters()])
     exact = parts == 1  # powers of two
@@ -234,15 +234,15 @@ def test_accumulated_and_scaled_losses_train_as_whole_ones_do(parts, scale):
 def test_a_bad_half_refuses_the_whole_step_and_both_halves_of_the_buffers():
     grower = begin()
     train(grower, range(4))
-    before = everything(grower.model, grower._optimizer)
-    grower._optimizer.zero_grad()
+    before = everything(grower.model, grower.optimizer)
+    grower.optimizer.zero_grad()
     x, y = make_batch("vector", 16)
     host = grower.model.host
     for half in (x * torch.nan, x):
         loss = grower.loss(lambda half=half: nn.functional.cross_entropy(host(half), y))
         (loss / 2).backward()
-    grower._optimizer.step()
-    assert before == everything(grower.model, grower._optimizer)
+    grower.optimizer.step()
+    assert before == everything(grower.model, grower.optimizer)
     assert len(grower.safety.incidents) == 1
     assert "is not finite" in grower.safety.incidents[0]
 
@@ -251,9 +251,9 @@ def broken_batches(grower, count):
     """Batches whose loss is not a number."""
     for batch in range(count):
         loss = grower.loss(lambda batch=batch: loss_of(grower, batch)() * torch.nan)
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss.backward()
-        grower._optimizer.step()
+        grower.optimizer.step()
 
 
 def test_the_first_refusal_is_warned_of_and_all_are_counted():
@@ -295,9 +295,9 @@ def test_steps_that_a_grad_scaler_skips_are_no_refusals(fused):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**32)
     for batch in range(20):
         loss = grower.loss(loss_of(grower, batch))
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(grower._optimizer)
+        scaler.step(grower.optimizer)
         scaler.update()
         if batch == 10:
             assert scaler.get_scale() == 2.0**21  # all steps were skipped
@@ -359,7 +359,7 @@ def test_clipping_leaves_training_seeds_out():
     assert clipped == {id(p) for p in host_parameters(grower.model.host).values()}
     grower.loss(loss_of(grower)).backward()
     nn.utils.clip_grad_norm_(grower.parameters(), 0.1)
-    grower._optimizer.step()
+    grower.optimizer.step()
     grower.step(metric=0.5)
     grower.advance("first->second#0")
     assert len({id(p) for p in grower.parameters()} - clipped) > 0
@@ -368,9 +368,9 @@ def test_clipping_leaves_training_seeds_out():
 def test_without_grower_loss_training_passes_and_the_summary_notes_it():
     grower = begin(controller="early", decisions=10, tick=1)
     for batch in range(10):
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss_of(grower, batch)().backward()
-        grower._optimizer.step()
+        grower.optimizer.step()
         decision = grower.step(metric=0.5)
         assert math.isnan(decision.loss)
         trained = [
@@ -389,7 +389,7 @@ def test_without_grower_loss_training_passes_and_the_summary_notes_it():
         grower.plant("second#0", "residual_mlp", tempo="FAST")
         for _ in range(2):
             loss_of(grower)().backward()
-            grower._optimizer.step()
+            grower.optimizer.step()
             grower.step(metric=0.5)
         assert grower.model.stage("second#0") is not Stage.TRAINING
         assert "note: grower.loss was not used" in grower.summary()
@@ -426,7 +426,7 @@ def test_seeds_tend_themselves_by_batches_up_to_holding():
     assert jump > 0
     train(grower, range(13, 16))
     assert model.stage(slots[0]) is Stage.DORMANT
-    grower.topology.surgery.names()  # the optimiser knows every parameter
+    grower.model.surgery.names()  # the optimiser knows every parameter
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
@@ -481,7 +481,7 @@ def test_summary_receipts_and_export_count_the_same():
 def test_a_metric_that_is_none_is_refused_and_nothing_happens():
     grower = begin(controller="early")
     train(grower, range(2))
-    before, track = everything(grower.model, grower._optimizer), grower._track
+    before, track = everything(grower.model, grower.optimizer), grower._track
     for metric in (math.inf, math.nan, "good"):
         with pytest.raises(InvalidInputError, match="metric must") as refused:
             grower.step(metric=lambda metric=metric: metric)
@@ -490,7 +490,7 @@ def test_a_metric_that_is_none_is_refused_and_nothing_happens():
     for metric in (math.inf, math.nan):
         with pytest.raises(InvalidInputError, match="the metric must be finite"):
             low.step(metric=metric)
-    assert before == everything(grower.model, grower._optimizer)
+    assert before == everything(grower.model, grower.optimizer)
     assert grower._track is track
     assert grower.history == low.history == []
     assert bool(grower.step(metric=0.5))
@@ -505,14 +505,14 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
         grower.loss(lambda: loss_of(grower)() * torch.nan)
     train(grower, range(3))
     assert grower.safety.incidents == []
-    before = everything(grower.model, grower._optimizer)
+    before = everything(grower.model, grower.optimizer)
 
     def broken():
         raise KeyError("label")
 
     with pytest.raises(KeyError):
         grower.loss(broken)
-    assert before == everything(grower.model, grower._optimizer)
+    assert before == everything(grower.model, grower.optimizer)
 
     calls = []
 
@@ -631,7 +631,7 @@ def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, 
     assert "\n" not in lines[0]
     assert all(math.isfinite(loss) for loss in losses[-3:])
     owned = {id(p) for p in grower.model.parameters()}
-    groups = grower._optimizer.param_groups
+    groups = grower.optimizer.param_groups
     assert {id(p) for group in groups for p in group["params"]} == owned
 
 
@@ -645,7 +645,7 @@ def test_a_training_seed_that_turns_bad_leaves_the_host_unchanged(unreliable, ho
             grower.plant("second#0", "unreliable")
             unreliable.update({"from": unreliable["calls"] + 7, "how": how})
         train(grower, range(20))
-        ends.append(everything(grower.model.host, grower._optimizer, seeds=False))
+        ends.append(everything(grower.model.host, grower.optimizer, seeds=False))
     assert not grower.model.seeds
     assert ends[0] == ends[1]
 
@@ -678,12 +678,12 @@ def test_rolling_back_works_after_manual_ops_and_keeps_the_learning_rate():
     train(grower, range(3))
     kept = copy.deepcopy(grower.safety.snapshot.tensors)
     grower.plant("first->second#0", "widen_8")
-    grower._optimizer.param_groups[0]["lr"] = 1e-4
+    grower.optimizer.param_groups[0]["lr"] = 1e-4
     with torch.no_grad():
         grower.model.host.first.weight.fill_(torch.nan)
     train(grower, range(1))
     assert "rolled back" in grower.safety.incidents[0]
-    assert grower._optimizer.param_groups[0]["lr"] == 1e-4  # the user's schedule
+    assert grower.optimizer.param_groups[0]["lr"] == 1e-4  # the user's schedule
     for name, tensor in host_parameters(grower.model.host).items():
         assert torch.equal(kept[f"host.{name}"], tensor)
     assert grower.model.stage("first->second#0") is Stage.TRAINING

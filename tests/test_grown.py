@@ -43,11 +43,11 @@ def train(grower, batches, kind="vector", clip=None):
     for batch in batches:
         x, y = make_batch(kind, 16, rng_seed=batch)
         loss = grower.loss(lambda x=x, y=y: nn.functional.cross_entropy(host(x), y))
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(host.parameters(), clip)
-        grower._optimizer.step()
+        grower.optimizer.step()
 
 
 def grown(kind="vector", **options):
@@ -136,7 +136,7 @@ def test_the_best_is_restored_from_before_anything_grew():
         assert torch.equal(wanted, answer(host))
         host.train()
         train(grower, range(6, 8))
-        trained = grower._optimizer.param_groups[0]["params"]
+        trained = grower.optimizer.param_groups[0]["params"]
         assert len(trained) == len([*make_host("vector").parameters()])
 
 
@@ -203,7 +203,7 @@ def test_what_grows_is_seen_in_every_ordinary_way():
     assert "slot_0" in str(host)
     assert "first->second#0: HOLDING" in str(host)
     named = dict(host.named_parameters())
-    groups = grower._optimizer.param_groups
+    groups = grower.optimizer.param_groups
     trained = [id(p) for group in groups for p in group["params"]]
     assert sorted(trained) == sorted(id(p) for p in named.values())  # each once
     train(grower, range(1))
@@ -293,7 +293,7 @@ def test_a_rebuilt_network_goes_on_growing(optimizer):
     )
     assert torch.equal(wanted, answer(host))
     assert grower.model.stage("second->last#0") is Stage.HOLDING
-    trained = [id(p) for g in grower._optimizer.param_groups for p in g["params"]]
+    trained = [id(p) for g in grower.optimizer.param_groups for p in g["params"]]
     assert sorted(trained) == sorted(id(p) for p in host.parameters())
     host.train()
     train(grower, range(2))
@@ -317,7 +317,7 @@ def test_fifty_steps_with_a_training_seed_and_its_pruning_change_no_bit():
             grower.prune("first->second#0")
         train(grower, range(55, 60))
         ends.append(
-            [everything(grower.model.host, grower._optimizer), torch.get_rng_state()]
+            [everything(grower.model.host, grower.optimizer), torch.get_rng_state()]
         )
     assert ends[0][0] == ends[1][0]
     assert torch.equal(ends[0][1], ends[1][1])

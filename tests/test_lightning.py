@@ -97,7 +97,7 @@ def test_a_module_grows_and_its_checkpoints_hold_what_grew(host, tmp_path):
     assert grower.model.seeds
     assert grower._batches + grower._compute > 0
     assert "training_step" not in vars(module)
-    trained = [id(p) for g in grower._optimizer.param_groups for p in g["params"]]
+    trained = [id(p) for g in grower.optimizer.param_groups for p in g["params"]]
     assert sorted(trained) == sorted(id(p) for p in module.parameters())
     checkpoint = torch.load(tmp_path / "whole" / "epoch=3.ckpt", weights_only=False)
     rebuilt = esper.rebuild(Classifier(), checkpoint["state_dict"])

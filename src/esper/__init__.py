@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from esper.contracts.world import VectorWorld as VectorWorld
     from esper.fitting import fit as fit
     from esper.grower import Grower as Grower
-    from esper.growth.analysis.slot_search import suggest_slots as suggest_slots
+    from esper.growth.analysis.slots import suggest_slots as suggest_slots
     from esper.growth.blueprints.checks import check_blueprint as check_blueprint
     from esper.growth.blueprints.geometry import Geometry as Geometry
     from esper.growth.blueprints.registry import blueprint as blueprint
@@ -62,7 +62,7 @@ _HOMES: Final = {
     "rebuild": "esper.growth.saving.serialization",
     "save": "esper.growth.saving.serialization",
     "start": "esper.simic.rollout",
-    "suggest_slots": "esper.growth.analysis.slot_search",
+    "suggest_slots": "esper.growth.analysis.slots",
 }
 
 if not TYPE_CHECKING:  # type checkers read the imports above

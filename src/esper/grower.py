@@ -17,7 +17,6 @@ weights. The history records every decision and why nothing was planted.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -42,19 +41,19 @@ from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import misfit
 from esper.growth.distributed import unwrapped
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.hooks import TopologyListener, attach_gradients, shadow_gradients
+from esper.growth.hooks import Change, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
-from esper.growth.model import GrowingModel, NamedOps
-from esper.growth.safety import GovernorConfig, Safety
-from esper.growth.saving.export import export
-from esper.growth.seed_modules import grown_part, host_parameters, uninterrupted
-from esper.growth.topology import (
+from esper.growth.model import (
+    GrowingModel,
+    NamedOps,
     Receipt,
-    Topology,
     action_text,
     refuse_illegal,
     without_slots,
 )
+from esper.growth.safety import GovernorConfig, Safety
+from esper.growth.saving.export import export
+from esper.growth.seed_modules import all_or_nothing, host_parameters, uninterrupted
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
@@ -83,7 +82,7 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
 """Entries of a saved state, and whether a value is valid."""
 
 
-class Grower(NamedOps[Receipt]):
+class Grower(NamedOps):
     """Grows a host while you train it.
 
     Args:
@@ -161,39 +160,31 @@ class Grower(NamedOps[Receipt]):
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, Optimizer):  # wrapped by accelerate
             optimizer = inner
-        groups = getattr(optimizer, "param_groups", ())
-        before = {parameter for group in groups for parameter in group["params"]}
-        with _without_listener(model) as former:
-            self.model = GrowingModel(
-                model,
-                slots,
-                example,
-                blueprints=blueprints,
-                seeds_per_slot=seeds_per_slot,
-                min_age=min_age,
-                tick=tick,
-                rng_seed=rng_seed,
-                merge_only=merge_only,
-            )
-            try:
-                self._scorer = MetricScorer(self.model, mode)
-                self.controller = controller_for(controller, self.model.spec)
-                self.topology = Topology(self.model, optimizer, ranks)
-                if ranks.many:
-                    reduce = partial(ranks.before_step, self.model.seeds)
-                    self.topology.surgery.reduce = reduce
-                self.safety = Safety(self.topology, governor)
-                self.topology.surgery.after_step = self._after_step
-                self.topology.after_load = self._after_load
-            except BaseException:
-                self.model.undo()
-                if hasattr(self, "topology"):
-                    surgery = self.topology.surgery
-                    surgery.leave([p for p in surgery.joined if p not in before])
-                    surgery.detach()
-                raise
-            former.give_up(self.topology)
-        if type(former) is not TopologyListener:
+        self.model = GrowingModel(
+            model,
+            slots,
+            example,
+            blueprints=blueprints,
+            seeds_per_slot=seeds_per_slot,
+            min_age=min_age,
+            tick=tick,
+            rng_seed=rng_seed,
+            merge_only=merge_only,
+            take_over=True,
+        )
+        with all_or_nothing(self.model.undo_steps):
+            self._scorer = MetricScorer(self.model, mode)
+            self.controller = controller_for(controller, self.model.spec)
+            self._surgery = self.model.train_with(optimizer, ranks)
+            if ranks.many:
+                self._surgery.reduce = partial(ranks.before_step, self.model.seeds)
+            self.safety = Safety(self.model, governor)
+            self._surgery.after_step = self._after_step
+            self.model.after_load = self._after_load
+        self.model.undo_steps.clear()
+        if self.model.former is not None:
+            self.model.former.give_up(self.model)
+            self.model.former = None
             warnings.warn(
                 "the host had a Grower already. This one has taken over its seeds "
                 "with its own settings and an empty history. Do not use the old one.",
@@ -226,7 +217,7 @@ class Grower(NamedOps[Receipt]):
         }
         self._ranks = ranks
         self.history: list[GrowthDecision] = []
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._generator = torch.Generator().manual_seed(rng_seed)
         self._controller_state: ControllerState = None
         self._track = Track.fresh(1)
@@ -359,10 +350,10 @@ class Grower(NamedOps[Receipt]):
         action = action_text(actions, self.model.slots, self.model.spec)
         with uninterrupted():
             if op is not Op.WAIT:
-                self.topology.act(actions)
+                self.model.act(actions)
             self._track, self._controller_state = track, state
-            self.topology.tick(0)
-            receipts, events = self.topology.collect()
+            self.model.tick(0)
+            receipts, events = self.model.collect()
             decision = GrowthDecision(
                 step=len(self.history),
                 metric=measured,
@@ -377,7 +368,7 @@ class Grower(NamedOps[Receipt]):
                 incidents=tuple(self.safety.incidents),
             )
             self.history.append(decision)
-            self.topology.step = len(self.history)
+            self.model.step = len(self.history)
             self._ranks.from_first(self.model.buffers())
             self._ranks.refuse_different(self.model)
             self._losses, self._used_loss, self._moved = [], False, False
@@ -394,7 +385,7 @@ class Grower(NamedOps[Receipt]):
 
         Create it after the Grower and update it as usual.
         """
-        self.topology.add_copy(average)
+        self.model.add_copy(average)
 
     def summary(self) -> str:
         """A one-page report: what grew, what it cost and why nothing grew."""
@@ -416,11 +407,11 @@ class Grower(NamedOps[Receipt]):
 
     def detach(self) -> None:
         """Remove seeds and hooks from the host and the optimizer."""
-        if self.topology.is_replaced:
+        if self.model.is_replaced:
             return
         with uninterrupted():
-            self.topology.surgery.leave([*self.topology.surgery.joined])
-            self.topology.surgery.detach()
+            self._surgery.leave([*self._surgery.joined])
+            self._surgery.detach()
             self.model.detach()
 
     def state_dict(self) -> dict[str, Any]:
@@ -434,15 +425,15 @@ class Grower(NamedOps[Receipt]):
             step=-1,
             metric=nan,
             loss=nan,
-            receipts=tuple(self.topology.receipts),
-            events=tuple(self.topology.events),
+            receipts=tuple(self.model.receipts),
+            events=tuple(self.model.events),
             incidents=tuple(self.safety.incidents),
         )
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
-            "groups": self.topology.surgery.names(),
-            "optimizer": self._optimizer.state_dict(),
+            "groups": self._surgery.names(),
+            "optimizer": self.optimizer.state_dict(),
             "governor": monitor.state_dict() if monitor else None,
             "track": asdict(self._track),
             "controller": self._controller_state,
@@ -468,22 +459,21 @@ class Grower(NamedOps[Receipt]):
         before = tree_map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
         )
-        with uninterrupted():
-            undo_seeds = self.model.seeds.restore_point()
-            undo_optimizer = self.topology.surgery.restore_point()
-            try:
-                self._restore(state)
-            except BaseException as error:
-                undo_seeds()
-                undo_optimizer()
-                self._restore(before)
-                if isinstance(error, InvalidInputError) or not isinstance(
-                    error, Exception
-                ):
-                    raise
-                raise InvalidInputError(
-                    f"this saved Grower cannot be loaded: {first_line(error)}"
-                ) from error
+        try:
+            with uninterrupted():
+                undo: list[Change] = [
+                    partial(self._restore, before),
+                    self._surgery.restore_point(),
+                    self.model.seeds.restore_point(),
+                ]
+                with all_or_nothing(undo):
+                    self._restore(state)
+        except InvalidInputError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                f"this saved Grower cannot be loaded: {first_line(error)}"
+            ) from error
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error if a saved state is damaged or has other settings."""
@@ -512,16 +502,16 @@ class Grower(NamedOps[Receipt]):
                 raise InvalidInputError(f"{name} of the saved Grower is not finite.")
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self.topology.after_load = None
+        self.model.after_load = None
         try:
             self.model.load_state_dict(state["model"])
         finally:
-            self.topology.after_load = self._after_load
+            self.model.after_load = self._after_load
         named = dict(self.model.host.named_parameters())
-        self.topology.surgery.restore(state["groups"], named)
+        self._surgery.restore(state["groups"], named)
         # Optimizers keep and change the tensors that they are given.
-        self._optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        self.topology.surgery.refuse_damaged_state()
+        self.optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        self._surgery.refuse_damaged_state()
         if self.safety.monitor is not None and state["governor"] is not None:
             self.safety.monitor.load_state_dict(state["governor"])
         self._track = Track.restored(state["track"])
@@ -532,9 +522,9 @@ class Grower(NamedOps[Receipt]):
         self._batches, self._compute = state["compute"]
         self._by_hand = {*state["by_hand"]}
         *self.history, unfinished = PLAIN.validate_python(state["history"])
-        self.topology.step = len(self.history)
-        self.topology.receipts = [*unfinished.receipts]
-        self.topology.events = [*unfinished.events]
+        self.model.step = len(self.history)
+        self.model.receipts = [*unfinished.receipts]
+        self.model.events = [*unfinished.events]
         self.safety.incidents = [*unfinished.incidents]
         set_random_state(state["random"])
         self._snapshot()
@@ -558,7 +548,7 @@ class Grower(NamedOps[Receipt]):
 
     def _warn_of_outdated_copy(self) -> None:
         """Warn once if a copy of the host is updated but does not grow with it."""
-        for copy in () if self._has_warned else self.topology.lagging_copies():
+        for copy in () if self._has_warned else self.model.lagging_copies():
             own = [*host_parameters(copy.host).values()]
             sums = [float(p.detach().sum()) for p in (own[0], own[-1])]
             if self._lagging.setdefault(copy, sums) != sums:
@@ -621,7 +611,7 @@ class Grower(NamedOps[Receipt]):
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         self._check_current()
         with uninterrupted():
-            receipt = self.topology.act(self.model.encode(op, slot, **choices))
+            receipt = self.model.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
                 self._by_hand.add(self.model.index(slot))
             self.safety.topology_changed()
@@ -653,7 +643,7 @@ class Grower(NamedOps[Receipt]):
         if self.model.seeds.count_batch():
             return
         before = self.model.states
-        self.topology.tick(1, decision=False)
+        self.model.tick(1, decision=False)
         after = self.model.states
         self._moved |= not torch.equal(before.alpha, after.alpha)
         moved_on = before.stage != after.stage
@@ -683,7 +673,7 @@ class Grower(NamedOps[Receipt]):
             )
 
     def _check_current(self) -> None:
-        if self.topology.is_replaced:
+        if self.model.is_replaced:
             raise InvalidStateError(
                 "a newer Grower has taken this host over. Use that one."
             )
@@ -696,22 +686,6 @@ class Grower(NamedOps[Receipt]):
                 f"the host was {self._home[1]} on {self._home[0]} and is {now.dtype} "
                 f"on {now.device} now. Move it before you build the Grower."
             )
-
-
-@contextmanager
-def _without_listener(host: nn.Module) -> Iterator[TopologyListener]:
-    """Detach and yield the listener of a host; attach it again after an error."""
-    before = grown_part(host)
-    if before is None:
-        yield TopologyListener()
-        return
-    former, link = before.flow.following, before.flow.listener
-    before.flow.listener = None
-    try:
-        yield former
-    except BaseException:
-        before.flow.listener = link
-        raise
 
 
 def _check_number(

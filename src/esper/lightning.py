@@ -76,7 +76,7 @@ class GrowCallback(Callback):
                 names = ("blueprints", "seeds_per_slot", "merge_only")
                 some = {n: self.options[n] for n in names if n in self.options}
                 model = GrowingModel(host, self.slots, self.example, **some)
-                model.flow.listener = None  # the Grower takes it over
+                model.flow.owner_ref = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the Grower."""
@@ -103,7 +103,7 @@ class GrowCallback(Callback):
                 wrapper=ddp,
                 **{"decisions": _decisions(trainer), **self.options},
             )
-        elif trainer.optimizers[0] is not self.grower.topology.optimizer:
+        elif trainer.optimizers[0] is not self.grower.optimizer:
             raise InvalidInputError(
                 "this GrowCallback was used in another fit. Create a new one."
             )

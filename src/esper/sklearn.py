@@ -163,7 +163,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         Returns a copy of the network with the lowest validation loss.
         """
         host = grower.model.host
-        optimizer = grower.topology.optimizer
+        optimizer = grower.optimizer
         least, best = inf, deepcopy(host)
         waited, self.n_iter_, last = 0, 0, False
         self.validation_losses_: list[float] = []

@@ -59,7 +59,7 @@ def trains(grower: Grower, x: Tensor = X) -> None:
     receipt = grower.plant(slot, kind, tempo="SLOW")
     assert receipt.jump == 0.0
     assert all(map(torch.equal, before, model.example_outputs()))
-    optimizer = grower._optimizer
+    optimizer = grower.optimizer
     for step in range(6):
         loss = grower.loss(lambda: model.host(x).float().square().mean())
         optimizer.zero_grad()
@@ -399,9 +399,9 @@ def test_a_layer_that_is_sometimes_left_out_is_fine():
     grower.plant("second#0", "residual_mlp")
     for _ in range(7):
         loss = grower.loss(lambda: host(X).square().mean())
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss.backward()
-        grower._optimizer.step()
+        grower.optimizer.step()
     assert grower.step(metric=0.5).incidents == ()
 
 

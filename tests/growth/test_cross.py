@@ -202,9 +202,9 @@ def train(grower, kind, steps, start=0):
         loss = grower.loss(
             lambda x=x, y=y: nn.functional.cross_entropy(grower.model.host(x), y)
         )
-        grower._optimizer.zero_grad()
+        grower.optimizer.zero_grad()
         loss.backward()
-        grower._optimizer.step()
+        grower.optimizer.step()
 
 
 @pytest.mark.parametrize("old", ["AT_ONCE", "SLOW"])
@@ -221,9 +221,9 @@ def test_steps_beside_training_seeds_are_the_same_to_the_bit(kind, order, old):
         train(grower, kind, 12)
         if young:
             blocks.append(block.detach().clone())
-        kept = [everything(grower.model.host, grower._optimizer, seeds=False)]
+        kept = [everything(grower.model.host, grower.optimizer, seeds=False)]
         if old == "AT_ONCE":
-            kept.append(everything(seed_of(grower.model, order[0]), grower._optimizer))
+            kept.append(everything(seed_of(grower.model, order[0]), grower.optimizer))
         ends.append(kept)
     assert ends[0] == ends[1]
     assert not torch.equal(*blocks)  # it learns in the shadow
@@ -241,7 +241,7 @@ def test_a_pruned_training_seed_leaves_no_trace(kind, order):
             grower.prune(order[1])
         train(grower, kind, 6, start=6)
         names = [n for n, _ in grower.model.named_parameters()]
-        ends.append([names, everything(grower.model, grower._optimizer)])
+        ends.append([names, everything(grower.model, grower.optimizer)])
     assert ends[0] == ends[1]
 
 
@@ -256,10 +256,10 @@ def test_a_block_goes_with_either_seed():
             receipt = grower.prune(gone)
             assert receipt.jump > 0
             model.tick(10_000)
-            grower.topology.tick(10_000)
+            grower.model.tick(10_000)
             assert model.stage(gone) is Stage.DORMANT
             assert not [n for n, _ in model.named_parameters() if "cross" in n]
-            grower.topology.surgery.names()
+            grower.model.surgery.names()
 
 
 @pytest.mark.parametrize("order", ORDERS)

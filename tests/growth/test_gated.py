@@ -8,7 +8,7 @@ from torch import nn
 import esper
 from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.host_layers import LAYER_KINDS, LayerKind
-from esper.growth.analysis.slot_search import suggest_slots
+from esper.growth.analysis.slots import suggest_slots
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
 from tests.growth.hosts import Net, shake

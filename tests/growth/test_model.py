@@ -12,7 +12,6 @@ from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage
 from esper.growth.hooks import attach_gradients, shadow_gradients
 from esper.growth.model import GrowingModel
-from esper.growth.topology import Topology
 from tests.growth.hosts import (
     HOSTS,
     every_planting,
@@ -77,22 +76,22 @@ def train(kind, planting=None, *, steps, prune_at=None):
     host = make_host(kind)
     optimizer = torch.optim.Adam(host.parameters(), 3e-3)
     model = grow(kind, host)
-    topology = Topology(model, optimizer)
+    model.train_with(optimizer)
     model.shadow_losses = []
     model.optimizer = optimizer
     if planting:
         slot, name = planting
         how = {"blueprint": name, "tempo": "SLOW"}
         streams = torch.get_rng_state()
-        topology.act(model.encode(Op.GERMINATE, slot, **how))
+        model.act(model.encode(Op.GERMINATE, slot, **how))
         assert torch.equal(streams, torch.get_rng_state())
     x, y = make_batch(kind, rows=32)
     torch.manual_seed(1)
     for step in range(steps):
         if step == prune_at:
-            topology.tick()
-            topology.act(model.encode(Op.PRUNE, planting[0]))
-            topology.tick()
+            model.tick()
+            model.act(model.encode(Op.PRUNE, planting[0]))
+            model.tick()
 
         def closure():
             return nn.functional.cross_entropy(host(x), y)
@@ -189,7 +188,9 @@ def test_a_saved_model_answers_as_before(kind):
     other.load_state_dict(model.state_dict())
     assert torch.equal(model.example_outputs()[0], other.example_outputs()[0])
     assert {slot: other.stage(slot) for slot in used} == used
-    assert torch.equal(model.generator.get_state(), other.generator.get_state())
+    assert torch.equal(
+        model.seeds.generator.get_state(), other.seeds.generator.get_state()
+    )
 
 
 def test_a_model_with_other_slots_is_not_loaded():

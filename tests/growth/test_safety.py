@@ -20,7 +20,6 @@ from esper.growth.safety import (
     Verdict,
     all_finite,
 )
-from esper.growth.topology import Topology
 from tests.growth.hosts import bits, everything, grow, make_batch
 
 REFUSES = pytest.mark.filterwarnings("ignore:a batch was refused")
@@ -293,8 +292,8 @@ class Run:
         self.model = grow("vector")
         self.model.host.drop.p = 0.0
         self.optimizer = torch.optim.Adam(self.model.host.parameters(), 1e-3)
-        self.topology = Topology(self.model, self.optimizer)
-        self.safety = Safety(self.topology, GovernorConfig(**config))
+        self.model.train_with(self.optimizer)
+        self.safety = Safety(self.model, GovernorConfig(**config))
 
     def train(self, batches, factor=1.0):
         for batch in batches:

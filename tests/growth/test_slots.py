@@ -7,14 +7,13 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from esper.contracts.errors import InvalidInputError
-from esper.growth.analysis import slot_search
+from esper.growth.analysis import slots
 from esper.growth.analysis.interlayer import (
     SavedSteps,
     new_interlayer,
     restore_interlayer,
 )
-from esper.growth.analysis.slot_search import choose_slots, suggest_slots
-from esper.growth.analysis.slots import analyse_host
+from esper.growth.analysis.slots import analyse_host, choose_slots, suggest_slots
 from esper.growth.blueprints.geometry import Layout
 from tests.growth.hosts import HOSTS, make_batch, make_host
 
@@ -323,7 +322,7 @@ def test_a_layer_that_cannot_be_analysed_is_skipped_with_a_reason(monkeypatch):
         if name == "0":
             raise RuntimeError("odd module")
 
-    monkeypatch.setattr(slot_search, "check_not_shared", broken)
+    monkeypatch.setattr(slots, "check_not_shared", broken)
     host = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     found = suggest_slots(host, X)
     assert found == ("1->2",)

@@ -9,8 +9,7 @@ from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.model import encode_action
-from esper.growth.topology import Receipt, Topology, action_text
+from esper.growth.model import Receipt, action_text, encode_action
 from tests.growth.hosts import grow
 
 
@@ -89,36 +88,36 @@ def test_actions_go_to_numbers_and_to_words():
 def test_parameters_join_and_leave_with_their_seed():
     model = grow("vector")
     optimizer = torch.optim.Adam(model.host.parameters())
-    topology = Topology(model, optimizer)
+    model.train_with(optimizer)
     host = len(optimizer.param_groups[0]["params"])
     slot = "first->second#0"
     how = {"blueprint": "widen_8", "tempo": "SLOW"}
-    receipt = topology.act(model.encode(Op.GERMINATE, slot, **how))
+    receipt = model.act(model.encode(Op.GERMINATE, slot, **how))
     assert receipt == Receipt("GERMINATE", slot, "widen_8", 0.0)
     group = optimizer.param_groups[0]["params"]
     assert {id(p) for p in group} == {id(p) for p in model.parameters()}
-    topology.tick()
-    topology.act(model.encode(Op.PRUNE, slot))
+    model.tick()
+    model.act(model.encode(Op.PRUNE, slot))
     assert len(optimizer.param_groups[0]["params"]) == host
-    receipts, events = topology.collect()
+    receipts, events = model.collect()
     assert [e.after for e in events] == [Stage.TRAINING, Stage.DORMANT]
     assert events[-1].reason == "PRUNE"
     assert [r.op for r in receipts] == ["GERMINATE", "PRUNE"]
-    assert topology.collect() == ((), ())
+    assert model.collect() == ((), ())
 
 
 def test_what_is_refused_leaves_the_optimiser_alone():
     model = grow("vector")
     optimizer = torch.optim.Adam(model.host.parameters())
-    topology = Topology(model, optimizer)
+    model.train_with(optimizer)
     before = len(optimizer.param_groups[0]["params"])
     slot = "second#0"
     with pytest.raises(IllegalActionError):
-        topology.act(model.encode(Op.ADVANCE, slot))
+        model.act(model.encode(Op.ADVANCE, slot))
     with pytest.raises(InvalidInputError):
-        topology.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
+        model.act(model.encode(Op.GERMINATE, slot, blueprint="widen_8"))
     assert len(optimizer.param_groups[0]["params"]) == before
-    assert topology.collect() == ((), ())
+    assert model.collect() == ((), ())
 
 
 def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
@@ -126,9 +125,9 @@ def test_an_optimiser_that_cannot_train_a_seed_gives_its_slot_back():
     matrices = [p for p in model.host.parameters() if p.ndim == 2]
     for parameter in model.host.parameters():
         parameter.requires_grad_(parameter.ndim == 2)
-    topology = Topology(model, torch.optim.Muon(matrices))
+    model.train_with(torch.optim.Muon(matrices))
     slot = "second#0"
     with pytest.raises(InvalidInputError, match="Muon trains matrices only"):
-        topology.act(model.encode(Op.GERMINATE, slot, blueprint="residual_mlp"))
+        model.act(model.encode(Op.GERMINATE, slot, blueprint="residual_mlp"))
     assert model.stage(slot) is Stage.DORMANT
     assert not model.seeds

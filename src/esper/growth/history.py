@@ -9,8 +9,7 @@ from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.blueprints.seed import Cost
-from esper.growth.model import GrowingModel
-from esper.growth.topology import Receipt
+from esper.growth.model import GrowingModel, Receipt
 
 MAX_SEEDS_LISTED: Final = 16
 MAX_CHANGES_LISTED: Final = 8

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from threading import get_ident
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
@@ -30,6 +30,9 @@ from esper.growth.analysis.tracing import first_tensor, kept_randomness, swapped
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import first_line
 from esper.growth.blueprints.seed import FormSeed
+
+if TYPE_CHECKING:
+    from esper.growth.model import GrowingModel
 
 ADD: Final = 0
 SCALE: Final = 1
@@ -50,23 +53,6 @@ class Branch:
     """Whether the seed is in TRAINING, so active in shadow passes only."""
 
 
-class TopologyListener:
-    """Callbacks for changes of a host's topology; this base class only applies them."""
-
-    removes_failed = False
-    """Whether seeds whose code raises are removed and reported."""
-
-    def follow(self, change: Change) -> None:
-        """Apply a change of topology."""
-        change()
-
-    def loaded(self) -> None:
-        """Called after a state was loaded into the host."""
-
-    def give_up(self, successor: "TopologyListener") -> None:
-        """Called when another listener takes over the host."""
-
-
 @dataclass(slots=True)
 class Flow:
     """Settings of the next forward pass, shared by all places of a host.
@@ -82,8 +68,8 @@ class Flow:
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
     """Slots whose seeds raised, and the reason; these are inactive."""
-    listener: "ref[TopologyListener] | None" = None
-    """Follows changes of the host, such as a Grower; copies have none."""
+    owner_ref: "ref[GrowingModel] | None" = None
+    """The model that follows changes of the host; copies have none."""
     ran: bool = False
     """Whether any seed hook ran since this was last cleared."""
     thread: int = 0
@@ -92,14 +78,14 @@ class Flow:
     """Number of seeds that were added or removed, or began or ended training."""
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """State for copies and pickles, without the listener."""
+        """State for copies and pickles, without the owner."""
         state = {one.name: getattr(self, one.name) for one in fields(self)}
-        return None, state | {"listener": None}
+        return None, state | {"owner_ref": None}
 
     @property
-    def following(self) -> "TopologyListener":
-        """The listener if it still exists, else one that does nothing."""
-        return (self.listener() if self.listener else None) or TopologyListener()
+    def owner(self) -> "GrowingModel | None":
+        """The model that follows changes of the host, if it still exists."""
+        return self.owner_ref() if self.owner_ref is not None else None
 
     @contextmanager
     def using(self, **changes: bool | int) -> Iterator[None]:
@@ -245,7 +231,8 @@ class SlotHooks:
                 raise
             except Exception as error:  # a seed may be the user's code
                 self._refuse_another_batch(inputs, output)
-                if not self.flow.following.removes_failed:
+                owner = self.flow.owner
+                if owner is None or owner.surgery is None:  # without a Grower
                     raise
                 self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
                 continue

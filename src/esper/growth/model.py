@@ -4,47 +4,92 @@
     growing.plant("fc1->fc2#0", "widen_16")
 
 The host keeps its names, weights and calls; seeds become a submodule of it
-(`growth.seed_modules`). An op that is not possible raises and changes nothing. Only
-`tick` advances time: then seeds train, blend and hold at their tempo.
+(`growth.seed_modules`). Every op changes the model, its optimiser if it has one, and
+copies that follow it. It returns a receipt with the change of the output on the
+example. A change is applied completely or not at all, even if something raises; Ctrl-C
+is delayed. Only `tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import prod
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any, Final
 from weakref import ref
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionSpec, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import IllegalActionError, InvalidInputError, unknown
 from esper.contracts.slots import SlotConfig
-from esper.contracts.stages import Stage
+from esper.contracts.stages import Stage, StageChanged
 from esper.growth import lifecycle
 from esper.growth.analysis.host_layers import units_of
-from esper.growth.analysis.slot_search import choose_slots
-from esper.growth.analysis.slots import HostAnalysis, InsertionPoint, analyse_host
+from esper.growth.analysis.slots import (
+    HostAnalysis,
+    InsertionPoint,
+    analyse_host,
+    choose_slots,
+)
 from esper.growth.analysis.tracing import Example, eval_outputs
 from esper.growth.blueprints.layers import Layer
 from esper.growth.blueprints.registry import find
 from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
-from esper.growth.hooks import ADD, Change, Flow, SlotHooks, TopologyListener
+from esper.growth.distributed import DistributedContext
+from esper.growth.hooks import ADD, Change
 from esper.growth.lifecycle import SeedStates
+from esper.growth.optimiser import OptimizerSurgery
 from esper.growth.saving.export import why_units_do_not_fold
 from esper.growth.saving.merge_rules import why_no_merge
 from esper.growth.saving.saved_topology import NAME
-from esper.growth.seed_modules import SeedModules, grown_part, seed_interlayer
+from esper.growth.seed_modules import (
+    SeedModules,
+    all_or_nothing,
+    grown_part,
+    host_parameters,
+    seed_interlayer,
+    slot_number,
+    uninterrupted,
+)
 
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """Ops of a controller; seeds advance by their tempo, or by hand."""
 
-Done = TypeVar("Done")
+VERBS = {
+    Op.ADVANCE: "advance",
+    Op.SET_ALPHA: "set alpha of",
+    Op.PRUNE: "prune",
+    Op.FOSSILIZE: "keep",
+}
+PASSED = {
+    Stage.BLENDING: "trained for its tempo",
+    Stage.HOLDING: "alpha reached its target",
+    Stage.DORMANT: "alpha reached 0",
+}
+"""Reason for entering a stage without an op."""
 Parts = tuple[Sequence[nn.Module], Sequence[nn.Module]]
 
 
-class NamedOps(Generic[Done]):
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Effect of one op on the model's output on its example."""
+
+    op: str
+    slot: str
+    blueprint: str
+    jump: float
+    """Largest absolute change of the output in eval mode."""
+
+    def __str__(self) -> str:
+        """One line."""
+        what = f" {self.blueprint}" if self.blueprint else ""
+        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
+
+
+class NamedOps:
     """The ops of a growing model as methods that take names."""
 
     def plant(
@@ -55,7 +100,7 @@ class NamedOps(Generic[Done]):
         style: str = "ADD",
         tempo: str = "STANDARD",
         alpha_target: str = "FULL",
-    ) -> Done:
+    ) -> Receipt:
         """Plant a seed; it leaves the output unchanged until it blends in.
 
         Args:
@@ -69,7 +114,7 @@ class NamedOps(Generic[Done]):
         how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
         return self._op(Op.GERMINATE, slot, blueprint=blueprint, **how)
 
-    def advance(self, slot: str) -> Done:
+    def advance(self, slot: str) -> Receipt:
         """Let a training seed blend in now instead of at the end of its tempo."""
         return self._op(Op.ADVANCE, slot)
 
@@ -81,7 +126,7 @@ class NamedOps(Generic[Done]):
         speed: str = "FAST",
         curve: str = "LINEAR",
         style: str = "ADD",
-    ) -> Done:
+    ) -> Receipt:
         """Move a seed's alpha to another target.
 
         Args:
@@ -97,7 +142,7 @@ class NamedOps(Generic[Done]):
 
     def prune(
         self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
-    ) -> Done:
+    ) -> Receipt:
         """Fade a seed out; a training seed is removed at once.
 
         Args:
@@ -108,15 +153,15 @@ class NamedOps(Generic[Done]):
         """
         return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
 
-    def keep(self, slot: str) -> Done:
+    def keep(self, slot: str) -> Receipt:
         """Fossilise a holding seed: it can no longer be pruned."""
         return self._op(Op.FOSSILIZE, slot)
 
-    def _op(self, op: Op, slot: str, **choices: str) -> Done:
+    def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         raise NotImplementedError
 
 
-class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
+class GrowingModel(nn.Module, NamedOps):
     """A host and the seeds in its slots.
 
     Args:
@@ -131,6 +176,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         tick: Batches per tick, the unit of tempos and speeds.
         rng_seed: Random seed of the seeds' initial weights.
         merge_only: Allow only seeds that `export` folds into the host's own layers.
+        take_over: Replace the Grower or GrowingModel that uses the host.
     """
 
     seeds: SeedModules
@@ -147,6 +193,7 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         tick: int = 1,
         rng_seed: int = 0,
         merge_only: bool = False,
+        take_over: bool = False,
     ) -> None:
         super().__init__()
         if seeds_per_slot < 1:
@@ -161,20 +208,22 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             )
         chosen = BLUEPRINTS if blueprints is None else tuple(map(find, blueprints))
         before = grown_part(host)
-        put_back: Change | None = None
+        self.former = None if before is None else before.flow.owner
+        """The model that used the host before."""
+        if self.former is not None and not take_over:
+            raise InvalidInputError(
+                "the host has slots of another Grower. Call its detach() first."
+            )
+        self.undo_steps: list[Change] = []
+        """Restore the host as it was before; for errors in a constructor."""
         if before is not None:
-            before.refuse_followed()
-            put_back = before.restore_point()
+            self.undo_steps += [before.attach, before.restore_point()]
             before.detach()
-        self._before = before, put_back
-        try:
-            self.merge_only = merge_only
 
-            def reject(place: InsertionPoint) -> str:
-                return (
-                    why_none_merges(host, place, chosen, example) if merge_only else ""
-                )
+        def reject(place: InsertionPoint) -> str:
+            return why_none_merges(host, place, chosen, example) if merge_only else ""
 
+        with all_or_nothing(self.undo_steps):
             names = choose_slots(host, slots, example, reject)
             self.analysis: HostAnalysis = analyse_host(host, names, example)
             for place in self.analysis.places:
@@ -194,42 +243,36 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             if before is not None:
                 grown.adopt(before)
             grown.attach()
-        except BaseException:
-            self._put_back()
-            raise
+        self.undo_steps.append(grown.detach)
         self.host = host
         self.__dict__["seeds"] = grown  # not registered: the host's submodule
-        grown.flow.listener = ref(self)
+        self.slots, self.hooks, self.flow = grown.slots, grown.hooks, grown.flow
+        self.index, self.place = grown.index, grown.place
+        grown.flow.owner_ref = ref(self)
+        self.merge_only = merge_only
         self.example: Example = example
         self.batches_per_tick = tick
+        self.surgery: OptimizerSurgery | None = None
+        """Adds seeds to the optimiser, if there is one."""
+        self.ranks = DistributedContext()
+        self.is_replaced = False
+        """Whether another model has taken over the host."""
+        self.after_load: Callable[[], None] | None = None
+        """Called after a state was loaded into the host."""
+        self.step = 0
+        """Number of the decision in recorded events."""
+        self.receipts: list[Receipt] = []
+        self.events: list[StageChanged] = []
+        self._copies: list[tuple[ref[SeedModules], dict[str, nn.Module]]] = []
+        """Copies of the host that grow with it, and the seeds that they copied."""
         self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
         self._parts: Parts = ([], [])
         self._parts_at = -1  # value of `flow.changes` for which `_parts` holds
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of all slots."""
-        return self.seeds.slots
-
-    @property
     def states(self) -> SeedStates:
         """Stages and alphas of all slots."""
         return self.seeds.states
-
-    @property
-    def hooks(self) -> list[SlotHooks]:
-        """Hooks of every place."""
-        return self.seeds.hooks
-
-    @property
-    def flow(self) -> Flow:
-        """Settings of the next forward pass."""
-        return self.seeds.flow
-
-    @property
-    def generator(self) -> torch.Generator:
-        """Random generator of the seeds' initial weights."""
-        return self.seeds.generator
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Call the host with its seeds."""
@@ -254,46 +297,192 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             numbers["blueprint"] = names.index(name)
         return encode_action(op, **numbers)
 
-    def act(self, actions: Int64[Tensor, "1 head"]) -> None:
-        """Apply one action; raises if it is not possible."""
+    def act(self, actions: Int64[Tensor, "1 head"]) -> Receipt:
+        """Apply one action and measure its effect; raises if it is not possible."""
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
         if self.merge_only and op in (Op.GERMINATE, Op.SET_ALPHA):
             self._refuse_unmerging(op, index, actions)
-        after, done = lifecycle.act(
-            self.states, actions, self.spec.slots.min_age, self.batches_per_tick
-        )
+        states, min_age = self.states, self.spec.slots.min_age
+        after, done = lifecycle.act(states, actions, min_age, self.batches_per_tick)
         if not bool(done):
             raise IllegalActionError(self._why_not(op, index))
-        if op is Op.GERMINATE:
-            blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
-            self.seeds.insert(index, self.seeds.new_seed(index, blueprint))
-        self.seeds.states = after
-        self.tick(0, decision=False)  # finish changes of zero length
+        before, without = self.example_outputs(), list[Tensor]()
+        if op is Op.PRUNE:  # it fades later; the receipt holds the total change
+            with self.flow.using(left_out=index):
+                without = self.example_outputs()
+
+        def change() -> None:
+            if op is Op.GERMINATE:
+                blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
+                self.seeds.insert(index, self.seeds.new_seed(index, blueprint))
+            self.seeds.states = after
+            self._pass(0, decision=False)  # finish changes of zero length
+            without[:] = without or self.example_outputs()
+
+        self.follow(change)
+        kinds = (int(s.blueprint[0, index]) for s in (states, self.states))
+        kind = max(kinds)
+        receipt = Receipt(
+            op=op.name,
+            slot=self.slots[index],
+            blueprint=self.spec.blueprints[kind].name if kind >= 0 else "",
+            jump=_jump(before, without),
+        )
+        self.receipts.append(receipt)
+        self._record_stages(states.stage, op.name)
+        return receipt
 
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
         """Advance stages and alphas by some batches and, with `decision`, the ages."""
+        stages = self.states.stage
+        self.follow(lambda: self._pass(batches, decision=decision))
+        self._record_stages(stages, "")
+
+    def _pass(self, batches: int, *, decision: bool) -> None:
         passed = torch.tensor([batches])
         self.seeds.apply_states(lifecycle.after(self.states, passed, decision=decision))
 
-    def remove(self, slot: int) -> None:
+    def remove(self, slot: int, reason: str = "") -> None:
         """Remove a seed at once in any stage, for example after an error."""
-        gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
+        stages = self.states.stage
+        gone = torch.zeros_like(stages, dtype=torch.bool)
         gone[0, slot] = True
-        self.seeds.apply_states(
-            lifecycle.select(gone, SeedStates.empty(*gone.shape), self.states)
-        )
+        empty = SeedStates.empty(*gone.shape)
+        after = lifecycle.select(gone, empty, self.states)
+        self.follow(lambda: self.seeds.apply_states(after))
+        self._record_stages(stages, reason)
 
-    def index(self, slot: str) -> int:
-        """Number of a slot."""
-        return self.seeds.index(slot)
+    def _record_stages(self, before: Tensor, reason: str) -> None:
+        """Record an event for every slot whose stage changed."""
+        after = self.states.stage
+        for slot in (before[0] != after[0]).nonzero().flatten().tolist():
+            now = Stage(int(after[0, slot]))
+            self.events.append(
+                StageChanged(
+                    env=0,
+                    slot=slot,
+                    step=self.step,
+                    before=Stage(int(before[0, slot])),
+                    after=now,
+                    reason=reason or PASSED[now],
+                )
+            )
+
+    def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
+        """Return receipts and events since the last call."""
+        found = tuple(self.receipts), tuple(self.events)
+        self.receipts, self.events = [], []
+        return found
+
+    # The optimiser and copies of the host.
+
+    def train_with(
+        self, optimizer: Optimizer, ranks: DistributedContext | None = None
+    ) -> OptimizerSurgery:
+        """Let parameters of seeds join and leave an optimiser from now on."""
+        seeds = self.seed_parameters()
+        surgery = OptimizerSurgery(optimizer, host_parameters(self.host), seeds)
+        self.undo_steps += [surgery.detach, surgery.restore_point()]
+        self.surgery, self.ranks = surgery, ranks or self.ranks
+        with all_or_nothing(self.undo_steps[-2:]):
+            self._join(surgery, seeds, {*surgery.joined})
+        return surgery
+
+    def follow(self, change: Change) -> None:
+        """Change topology, optimiser and copies of the host; all or nothing."""
+        surgery = self.surgery
+        with uninterrupted():
+            undo = [self.seeds.restore_point()]
+            if surgery is not None:
+                undo.append(surgery.restore_point())
+            before = self.seed_parameters()
+            with all_or_nothing(undo):
+                change()
+                if surgery is not None:
+                    after = self.seed_parameters()
+                    gone = [p for name, p in before.items() if after.get(name) is not p]
+                    surgery.leave(gone)
+                    self._join(surgery, after, {*before.values()})
+            for copy, twins in self._copies:
+                if (living := copy()) is not None:
+                    living.mirror(self.seeds, twins)
+
+    def add_copy(self, module: nn.Module) -> None:
+        """Let a copy of the host, such as an average, grow with it from now on."""
+        found = [part for part in module.modules() if isinstance(part, SeedModules)]
+        if len(found) != 1 or found[0].slots != self.slots:
+            raise InvalidInputError(
+                "only a copy of the host can follow it. Make it after the Grower."
+            )
+        if [*found[0]] != [*self.seeds]:
+            raise InvalidInputError(
+                "the host has grown since the copy was made. Copy it again."
+            )
+        self._copies.append((ref(found[0]), dict(self.seeds.items())))
+
+    def give_up(self, successor: "GrowingModel") -> None:
+        """Hand the host and its copies over to another model."""
+        self.is_replaced = True
+        if self.surgery is not None:
+            self.surgery.detach()
+        if successor.slots == self.slots:
+            successor._copies = self._copies
+        self._copies = []
+
+    def lagging_copies(self) -> list[SeedModules]:
+        """Copies of the host that do not grow with it and have other seeds."""
+        followed = [copy() for copy, _ in self._copies]
+        living = [copy() for copy in self.seeds.copies]
+        return [
+            copy
+            for copy in living
+            if copy is not None and all(copy is not other for other in followed)
+            if grown_part(copy.host) is copy and [*copy] != [*self.seeds]
+        ]
+
+    def _join(
+        self,
+        surgery: OptimizerSurgery,
+        named: dict[str, nn.Parameter],
+        known: set[nn.Parameter],
+    ) -> None:
+        """Add new parameters to the groups of their neighbouring layers."""
+        new = {name: p for name, p in named.items() if p not in known}
+        for name, parameter in new.items():
+            slot = slot_number(name.removeprefix(f"{NAME}."))
+            groups = surgery.optimizer.param_groups
+            near = self._neighbour(slot, parameter, groups)
+            surgery.join({name: parameter}, near)
+        self.ranks.from_first(new.values())
+
+    def _neighbour(
+        self, slot: int, new: nn.Parameter, groups: Sequence[Mapping[str, Any]]
+    ) -> nn.Parameter | None:
+        """A trained parameter of the outlet or inlet of a slot.
+
+        Vectors, such as biases, join vectors of that layer or else of the host, since
+        these often have no weight decay.
+        """
+        place = self.place(slot)
+        trained = {id(p) for group in groups for p in group["params"]}
+        near = [
+            parameter
+            for module in (place.outlet, place.inlet)
+            for parameter in module.parameters()
+            if id(parameter) in trained
+        ]
+        vector = new.ndim < 2
+        if vector:
+            own = host_parameters(self.host).values()
+            near += [p for p in own if p.ndim < 2 and id(p) in trained]
+        alike = [p for p in near if (p.ndim < 2) == vector]
+        return next(iter(alike or near), None)
+
+    # Slots, parts and costs.
 
     def stage(self, slot: str) -> Stage:
         """Stage of a slot."""
         return Stage(int(self.states.stage[0, self.index(slot)]))
-
-    def place(self, slot: int) -> InsertionPoint:
-        """Place of a slot."""
-        return self.seeds.place(slot)
 
     def seed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of all seeds by their names in the host."""
@@ -415,17 +604,6 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
         """Remove seeds and hooks from the host; its own weights stay as they are."""
         self.seeds.detach()
 
-    def undo(self) -> None:
-        """Detach, and restore the seeds that the host had before."""
-        self.seeds.detach()
-        self._put_back()
-
-    def _put_back(self) -> None:
-        before, put_back = self._before
-        if before is not None and put_back is not None:
-            put_back()
-            before.attach()
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:  # noqa: ANN401
@@ -446,7 +624,6 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
             raise InvalidInputError(
                 "this is no saved GrowingModel. Pass what state_dict() returned."
             )
-        self.seeds.validated(state_dict, "host.")
         return super().load_state_dict(state_dict)
 
     def _why_not(self, op: Op, slot: int) -> str:
@@ -471,8 +648,8 @@ class GrowingModel(nn.Module, NamedOps[None], TopologyListener):
                 f"merge_only is set: {why}."
             )
 
-    def _op(self, op: Op, slot: str, **choices: str) -> None:
-        self.act(self.encode(op, slot, **choices))
+    def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
+        return self.act(self.encode(op, slot, **choices))
 
 
 def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
@@ -486,6 +663,57 @@ def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
         index = names.index(choice) if isinstance(choice, str) else choice
         row[0, HEAD[head]] = index
     return row
+
+
+def action_text(
+    actions: Int64[Tensor, "1 head"], slots: Sequence[str], spec: ActionSpec
+) -> str:
+    """An action in words: "plant widen_16 in fc1->fc2#0 (ADD, STANDARD, FULL)"."""
+    op = Op(int(actions[0, HEAD["op"]]))
+    if op is Op.WAIT:
+        return "wait"
+    slot = slots[int(actions[0, HEAD["slot"]])]
+    options = [
+        [*head.choices][int(actions[0, index])]
+        for index, head in enumerate(HEADS)
+        if head.choices and head.name != "op" and op in head.used_by
+    ]
+    how = f" ({', '.join(options)})" if options else ""
+    if op is Op.GERMINATE:
+        what = spec.blueprints[int(actions[0, HEAD["blueprint"]])].name
+        return f"plant {what} in {slot}{how}"
+    return f"{VERBS[op]} {slot}{how}"
+
+
+def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
+    """Raise if the masks forbid an action: a controller may be the user's code."""
+    if actions.shape != (1, NUM_HEADS):
+        raise IllegalActionError(
+            f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
+        )
+    op, slot, kind = actions[0, : HEAD["blueprint"] + 1].tolist()
+    legal = 0 <= op < len(Op) and bool(masks.op[0, op])
+    if legal and op != Op.WAIT:
+        legal = 0 <= slot < masks.slot.shape[2] and bool(masks.slot[0, op, slot])
+    if legal and op == Op.GERMINATE:
+        kinds = masks.blueprint.shape[2]
+        legal = 0 <= kind < kinds and bool(masks.blueprint[0, slot, kind])
+    if not legal:
+        raise IllegalActionError(
+            f"the controller chose what its masks forbid: op {op}, slot {slot}, "
+            f"blueprint {kind}."
+        )
+
+
+def without_slots(masks: ActionMasks, slots: Collection[int]) -> ActionMasks:
+    """Masks that forbid every op in some slots."""
+    if not slots:
+        return masks
+    slot = masks.slot.clone()
+    slot[:, :, [*slots]] = False
+    op = masks.op & slot.any(dim=2)
+    op[:, Op.WAIT] = True
+    return replace(masks, op=op, slot=slot)
 
 
 def why_none_merges(
@@ -517,3 +745,9 @@ def _size(module: nn.Module) -> int:
 
 def _block_cost(block: Layer) -> Cost:
     return Cost(prod(block.weight_shape), block.macs)
+
+
+def _jump(before: list[Tensor], after: list[Tensor]) -> float:
+    """Largest absolute change; infinite if none is a number."""
+    jumps = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
+    return max((jump for jump in jumps if jump == jump), default=inf)

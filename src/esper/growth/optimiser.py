@@ -30,8 +30,8 @@ class OptimizerSurgery:
     ) -> None:
         self._host = {p: name for name, p in host.items()}
         own = {p: name for name, p in seeds.items()}
-        self._optimizer = _check_optimizer(optimizer, self._host, own)
-        groups = self._optimizer.param_groups
+        self.optimizer = _check_optimizer(optimizer, self._host, own)
+        groups = self.optimizer.param_groups
         trained = {p for group in groups for p in group["params"]}
         known = {*self._host, *own}
         outside = [p for group in groups for p in group["params"] if p not in known]
@@ -46,8 +46,8 @@ class OptimizerSurgery:
         self.after_step: Callable[[], None] | None = None
         """Called after every step."""
         self._handles = (
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
             register_optimizer_step_pre_hook(_step_guard(ref(self))),
         )
         finalize(self, self._handles[-1].remove)
@@ -62,7 +62,7 @@ class OptimizerSurgery:
     ) -> None:
         """Append parameters to the group of `neighbour`, or to the first group."""
         self._refuse_untrainable(named)
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
         group = next(
             (g for g in groups if any(p is neighbour for p in g["params"])), groups[0]
         )
@@ -75,7 +75,7 @@ class OptimizerSurgery:
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove parameters of seeds from their groups and from the state."""
         leaving = {*parameters}
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             stays = [parameter not in leaving for parameter in group["params"]]
             for key in ("params", "param_names"):
                 if key in group and not all(stays):
@@ -86,7 +86,7 @@ class OptimizerSurgery:
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function that restores groups and state."""
-        optimizer, joined = self._optimizer, dict(self.joined)
+        optimizer, joined = self.optimizer, dict(self.joined)
         groups = [dict(group) for group in optimizer.param_groups]
         lists = [[*group["params"]] for group in optimizer.param_groups]
         state = dict(optimizer.state)
@@ -106,7 +106,7 @@ class OptimizerSurgery:
     def names(self) -> list[list[str]]:
         """Names of the parameters of every group."""
         known = self._known
-        groups = [group["params"] for group in self._optimizer.param_groups]
+        groups = [group["params"] for group in self.optimizer.param_groups]
         for parameter in (p for group in groups for p in group if p not in known):
             raise InvalidInputError(
                 f"the optimiser holds a parameter of shape {tuple(parameter.shape)} "
@@ -128,7 +128,7 @@ class OptimizerSurgery:
         stays = {parameter for group in wanted for parameter in group}
         for parameter in [p for p in self.joined if p not in stays]:
             self._forget(parameter)
-        groups, known = self._optimizer.param_groups, self._known
+        groups, known = self.optimizer.param_groups, self._known
         for group, parameters, given in zip(groups, wanted, names, strict=True):
             group["params"] = parameters
             if "param_names" in group:
@@ -145,7 +145,7 @@ class OptimizerSurgery:
     def refuse_damaged_state(self) -> None:
         """Raise if moments are not finite or have another shape than parameters."""
         known = self._known
-        for parameter, held in self._optimizer.state.items():
+        for parameter, held in self.optimizer.state.items():
             for key, value in held.items():
                 if not isinstance(value, Tensor) or value.numel() == 0:
                     continue
@@ -160,8 +160,8 @@ class OptimizerSurgery:
                 )
 
     def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
-        if self.joined and isinstance(self._optimizer, SGD):
-            self._complete_buffers(self._optimizer)
+        if self.joined and isinstance(self.optimizer, SGD):
+            self._complete_buffers(self.optimizer)
         given = [*args[1:], *kwargs.values()]
         if not any(map(callable, given)):
             self._verify()
@@ -220,21 +220,21 @@ class OptimizerSurgery:
         self, parameter: nn.Parameter, name: str, group: dict[str, Any]
     ) -> None:
         self.joined[parameter] = name
-        if isinstance(self._optimizer, Adagrad):
+        if isinstance(self.optimizer, Adagrad):
             # Its constructor creates the state; other optimisers do so in `step`.
-            start = float(self._optimizer.defaults["initial_accumulator_value"])
+            start = float(self.optimizer.defaults["initial_accumulator_value"])
             alone = Adagrad(
                 [parameter], initial_accumulator_value=start, fused=group["fused"]
             )
-            self._optimizer.state[parameter] = alone.state[parameter]
+            self.optimizer.state[parameter] = alone.state[parameter]
 
     def _forget(self, parameter: nn.Parameter) -> None:
         del self.joined[parameter]
-        self._optimizer.state.pop(parameter, None)
+        self.optimizer.state.pop(parameter, None)
 
     def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in named.items():
-            if isinstance(self._optimizer, Muon) and parameter.ndim != 2:
+            if isinstance(self.optimizer, Muon) and parameter.ndim != 2:
                 raise InvalidInputError(
                     f"Muon trains matrices only, {name!r} has shape "
                     f"{tuple(parameter.shape)}. Use another optimiser."
@@ -246,7 +246,7 @@ class OptimizerSurgery:
         named_parameters: Mapping[str, nn.Parameter],
     ) -> list[list[nn.Parameter]]:
         """Parameters of the saved `names`; raises before anything changes."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         saved = [name for group in names for name in group]
         trained = [self._host.get(p) for group in groups for p in group["params"]]
         unknown = [name for name in saved if name not in named_parameters]
@@ -279,7 +279,7 @@ def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
 
     def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
         surgery = owner()
-        if surgery is not None and optimizer is not surgery._optimizer:
+        if surgery is not None and optimizer is not surgery.optimizer:
             surgery._refuse_other(optimizer)
 
     return guard

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from esper.contracts.errors import EsperWarning, InvalidInputError, NumericsError
 from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import random_state, set_random_state
-from esper.growth.topology import Topology
+from esper.growth.model import GrowingModel
 
 WARM_UP: Final = 8  # healthy batches before medians are used
 LIMITS_EVERY: Final = 8  # batches between two updates of the limits: sorting is slow
@@ -279,14 +279,14 @@ class Safety:
     Without a config it only removes seeds whose own code raises.
     """
 
-    def __init__(self, topology: Topology, config: GovernorConfig | None) -> None:
+    def __init__(self, model: GrowingModel, config: GovernorConfig | None) -> None:
+        assert model.surgery is not None
         self.incidents: list[str] = []
         """Refused batches, roll-backs and removed seeds since the last decision."""
         self.rollbacks = 0
         """How often the current snapshot was restored."""
-        self._topology, self._model = topology, topology.model
-        self._ranks = topology.ranks
-        self._optimizer = topology.optimizer
+        self._model, self._ranks = model, model.ranks
+        self._optimizer = model.surgery.optimizer
         self._shadow_failures = 0
         self._refused = 0
         """Batches refused since the last healthy one."""
@@ -313,7 +313,7 @@ class Safety:
         }
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
-        topology.surgery.before_step = self._before_step
+        model.surgery.before_step = self._before_step
 
     def take_snapshot(self) -> bool:
         """Save the current state if it is finite; returns whether it is."""
@@ -416,7 +416,7 @@ class Safety:
                 self._remove(slot, "its weights are not finite")
 
     def _remove(self, slot: int, reason: str) -> None:
-        self._topology.remove(slot, reason)
+        self._model.remove(slot, reason)
         self.incidents.append(f"removed {self._model.slots[slot]}: {reason}")
         self.topology_changed()
 

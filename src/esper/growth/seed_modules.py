@@ -48,6 +48,8 @@ from esper.growth.saving.saved_topology import (
 class SeedModules(nn.ModuleDict):
     """The seeds of a host by slot, oldest first, with their hooks and stages."""
 
+    host: nn.Module
+
     def __init__(
         self,
         host: nn.Module,
@@ -57,7 +59,7 @@ class SeedModules(nn.ModuleDict):
         rng_seed: int = 0,
     ) -> None:
         super().__init__()
-        self.root = (host,)  # a tuple, so that the host is no submodule of this
+        self.__dict__["host"] = host  # not registered: this is its submodule
         self.places, self.slots = tuple(places), tuple(slots)
         self.blueprints = tuple(blueprints)
         self.flow = Flow()
@@ -82,11 +84,6 @@ class SeedModules(nn.ModuleDict):
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
         """Deep copies of this, in copies of the host."""
-
-    @property
-    def host(self) -> nn.Module:
-        """The network with the seeds."""
-        return self.root[0]
 
     @property
     def states(self) -> SeedStates:
@@ -140,13 +137,6 @@ class SeedModules(nn.ModuleDict):
         if self.host._modules.get(NAME) is self:
             del self.host._modules[NAME]
 
-    def refuse_followed(self) -> None:
-        """Raise if a Grower or GrowingModel already uses the host."""
-        if self.flow.listener is not None and self.flow.listener() is not None:
-            raise InvalidInputError(
-                "the host has slots of another Grower. Call its detach() first."
-            )
-
     def adopt(self, other: "SeedModules") -> None:
         """Take over the seeds of a rebuilt or copied host."""
         topology = other.topology()
@@ -164,24 +154,16 @@ class SeedModules(nn.ModuleDict):
         self.copies = other.copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles; a generator is saved as its state."""
-        stream = self.generator.get_state()
-        return {**self.__dict__, "generator": stream, "copies": None}
+        """State for copies and pickles: copies have no copies."""
+        return {**self.__dict__, "copies": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SeedModules":
         """Copy this and record the copy in `copies`."""
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        made.__dict__.update(deepcopy(self.__getstate__(), memo))
         self.copies = [copy for copy in self.copies if copy() is not None]
         self.copies.append(ref(made))
         return made
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.generator = torch.Generator()
-        self.generator.set_state(state["generator"])
-        self.copies = []
 
     def forward(self, h: Any) -> Any:  # noqa: ANN401
         """Return the input: some hosts call all their submodules in a chain."""
@@ -425,9 +407,6 @@ class SeedModules(nn.ModuleDict):
             for slot, seed in used.items()
         )
 
-    def set_extra_state(self, state: Tensor) -> None:
-        """Do nothing: `_before_load` has rebuilt the topology."""
-
     def blueprint_of(self, slot: int) -> Blueprint:
         """Blueprint of a planted seed."""
         return self.blueprints[int(self.states.blueprint[0, slot])]
@@ -470,17 +449,16 @@ class SeedModules(nn.ModuleDict):
                     if isinstance(value, Tensor) and value.shape == mine.shape:
                         mine.copy_(value)
 
+        owner = self.flow.owner
         with uninterrupted():
-            undo = self.restore_point(), restore_tensors(self.host)
-            try:
-                self.flow.following.follow(change)
-            except BaseException:
-                for put_back in undo:
-                    put_back()
-                raise
+            undo = [self.restore_point(), restore_tensors(self.host)]
+            with all_or_nothing(undo):
+                change() if owner is None else owner.follow(change)
 
     def _after_load(self, host: nn.Module, keys: Any) -> None:  # noqa: ANN401
-        self.flow.following.loaded()
+        owner = self.flow.owner
+        if owner is not None and owner.after_load is not None:
+            owner.after_load()
 
     def validated(self, state: Mapping[str, Any], prefix: str = "") -> SavedTopology:
         """Read the topology of a state; raises if it cannot be built here."""
@@ -587,6 +565,17 @@ def restore_tensors(host: nn.Module) -> Change:
                 tensor.copy_(value)
 
     return put_back
+
+
+@contextmanager
+def all_or_nothing(undo: Sequence[Change]) -> Iterator[None]:
+    """Undo a change, the last step first, if the block raises."""
+    try:
+        yield
+    except BaseException:
+        for put_back in reversed(undo):
+            put_back()
+        raise
 
 
 @contextmanager

@@ -9,11 +9,9 @@ from torch import nn
 import esper
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
-from esper.growth.blueprints import checks, registry
-from esper.growth.blueprints.checks import SEED_CHECKS, SeedTrial, check_blueprint
+from esper.growth.blueprints import registry
+from esper.growth.blueprints.checks import check_blueprint
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.blueprints.registry import UnsuitableError
-from esper.growth.blueprints.seed import Cost
 from tests.growth.blueprints.places import residual
 
 VECTOR = residual(Layout.VECTOR, 6)
@@ -39,48 +37,6 @@ class Own(nn.Module):
 def uphill(m, h):
     """Zero at birth; follows its gradient the wrong way."""
     return h * (2 * m.weight.detach() - m.weight - 1)
-
-
-@pytest.mark.parametrize(
-    ("check", "forward"),
-    [
-        (checks.zero_at_birth, lambda m, h: h * m.weight),
-        (checks.live_gradients, lambda m, h: h * m.weight * 0.0),
-        (checks.sound_outputs, lambda m, h: h[:, :5] * m.weight[:5]),
-        (checks.sound_outputs, lambda m, h: h.exp() * m.weight),
-        (checks.sound_outputs, lambda m, h: (h + h.mean(0)) * m.weight),
-        (checks.costs_what_it_declares, lambda m, h: (h @ h.T @ h) * m.weight),
-        (checks.learns, uphill),
-    ],
-)
-def test_each_check_alone_catches_a_wrong_module(check, forward):
-    def trial(own):
-        return SeedTrial(lambda _: Own(own, 6), VECTOR, Cost(6, 3), counted=False)
-
-    assert check in SEED_CHECKS
-    check(trial(lambda m, h: h * (m.weight - 1)))
-    with pytest.raises(UnsuitableError):
-        check(trial(forward))
-
-
-@pytest.mark.parametrize(
-    ("declared", "reason"),
-    [
-        ((42, 36), ""),
-        ((42, 39), ""),
-        ((36, 36), "declares 36 parameters and has 42"),
-        ((42, 40), "declares 40 multiply-adds and does 36"),
-        ((42, 32), "declares 32 multiply-adds and does 36"),
-        ((42, 0), "declares 0 multiply-adds and does 36"),
-    ],
-)
-def test_declared_costs_are_held_to_ten_per_cent(declared, reason):
-    trial = SeedTrial(lambda _: nn.Linear(6, 6), VECTOR, Cost(*declared), counted=True)
-    if not reason:
-        checks.costs_what_it_declares(trial)
-    else:
-        with pytest.raises(UnsuitableError, match=reason):
-            checks.costs_what_it_declares(trial)
 
 
 SMALLEST = {b.form: b.name for b in reversed(BLUEPRINTS)}

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.growth.analysis.macs import count_macs
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Layout
 from esper.growth.blueprints.registry import blueprint, forget
@@ -32,9 +33,12 @@ def test_a_seed_is_its_form_with_its_own_weights(planted, geometry):
     assert torch.equal(seed(h), expected)
     assert seed(h).dtype == torch.float64
     assert seed(h).count_nonzero()
-    assert (
-        sum(p.numel() for p in seed.parameters()) == cost(planted, geometry).parameters
-    )
+    declared = cost(planted, geometry)
+    assert sum(p.numel() for p in seed.parameters()) == declared.parameters
+    counted = count_macs(lambda: seed.eval()(h[:1]))
+    assert declared.macs >= max(1, 0.9 * counted)
+    if planted.form not in (Form.SCALE_SHIFT, Form.SQUEEZE_EXCITE):  # elementwise
+        assert declared.macs <= 1.1 * counted
 
 
 def test_a_size_of_zero_fits_nowhere():

@@ -1,4 +1,4 @@
-"""Slots of a host: parsed from names and checked with one example.
+"""Slots of a host: parsed from names and checked with one example, or found.
 
     "fc1->fc2"   reads the input of fc1, adds to the output of fc2
     "fc2->fc2"   parallel to one layer: reads its input, adds to its output
@@ -6,20 +6,21 @@
 
 Names are the host's module names. The host is called in eval mode, where outputs must
 be deterministic, and in training mode, with a backward pass. Between two layers the
-modes may differ in dropout only. Slots that cannot grow are refused.
+modes may differ in dropout only. Slots that cannot grow are refused. `suggest_slots`
+finds slots: the call on the example shows which layer reads the output of which.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.growth.analysis.host_layers import (
@@ -32,35 +33,27 @@ from esper.growth.analysis.host_layers import (
 from esper.growth.analysis.interlayer import Join, SavedSteps, describe_interlayer
 from esper.growth.analysis.macs import count_macs
 from esper.growth.analysis.tracing import (
+    CHANNELS_LAST,
+    MAX_TRAINING_CALLS,
+    SIGNAL_LAYERS,
     Example,
-    Path,
-    PathTracer,
+    Trace,
     batch_size,
     call,
-    first_tensor,
+    compare_training,
     isolated,
     path_modules,
+    run_example,
     tensors_of,
 )
 from esper.growth.blueprints.geometry import Gate, Geometry, Layout, width
 from esper.growth.blueprints.registry import first_line
 
 ARROW: Final = "->"
-SIGNAL_LAYERS: Final = (
-    nn.Conv1d,
-    nn.ConvTranspose1d,
-    nn.BatchNorm1d,
-    nn.MaxPool1d,
-    nn.AvgPool1d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveMaxPool1d,
-    nn.InstanceNorm1d,
-    nn.GroupNorm,
-)
-CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
-"""Layers whose type shows where the channels of their output are."""
-MAX_TRAINING_CALLS: Final = 8
-"""Calls in training mode if some layers are skipped at random (LayerDrop)."""
+WILDCARDS: Final = frozenset("*?[")
+
+Reject = Callable[["InsertionPoint"], str]
+"""Returns why an insertion point is not wanted; empty if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class InsertionPoint:
     @property
     def gate(self) -> str:
         """Name of the gate layer that joins the path; empty if there is none."""
-        return next((m.layer for m in self.interlayer if isinstance(m, Join)), "")
+        return _gate(self.interlayer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +123,9 @@ def analyse_host(
             "a host cannot be analysed in inference mode; leave it first."
         )
     with isolated(host, training=False), torch.no_grad():
-        trace = trace_host(host, sites, example)
-        again = tensors_of(_run_example(host, example))
+        ends = (end for site in sites for end in (site.inlet, site.outlet))
+        trace = Trace(host, ends, example)
+        again = tensors_of(run_example(host, example))
         macs = count_macs(lambda: call(host, example))
     if not trace.outputs:
         raise InvalidInputError("the host's output has no floating-point tensor.")
@@ -241,107 +235,6 @@ def check_not_shared(host: nn.Module, name: str, module: nn.Module) -> None:
             )
 
 
-@dataclass(slots=True)
-class _Record:
-    """Inputs and outputs of one module in one call of the host."""
-
-    inputs: Any = None
-    given_version: int = 0
-    version_after: dict[str, int] = field(default_factory=dict)
-    """Version of the input when another module returned."""
-    outputs: Any = None
-    calls: int = 0
-    last_leaf: nn.Module | None = None
-    order: int = 0
-
-
-@dataclass(slots=True)
-class Trace:
-    """One call of the host."""
-
-    records: dict[str, _Record]
-    """Records of all layers and all ends of sites, by name."""
-    tracer: PathTracer
-    modules: dict[str, nn.Module]
-    """All modules of the host by name."""
-    leaves: int = 0
-    outputs: list[Tensor] = field(default_factory=list)
-
-
-def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
-    """Record where training mode takes other paths than this trace of eval mode."""
-    paths, trained = trace.tracer.paths, dict[nn.Module, Path]()
-    with isolated(host, training=True), torch.no_grad():
-        for _ in range(MAX_TRAINING_CALLS):
-            trained = {**trace_host(host, (), example).tracer.paths, **trained}
-            if paths.keys() <= trained.keys():
-                break
-    for layer, path in paths.items():
-        path.compare(trained.get(layer), trace.tracer.names)
-
-
-def trace_host(host: nn.Module, sites: tuple[Site, ...], example: Example) -> Trace:
-    """Call the host once and record inputs and outputs of every site and layer."""
-    names = {module: name for name, module in host.named_modules()}
-    ends = {end for site in sites for end in (site.inlet, site.outlet)}
-    ends |= {name for module, name in names.items() if is_layer(module)}
-    modules = {name: module for module, name in names.items()}
-    trace = Trace({name: _Record() for name in ends}, PathTracer(names), modules)
-    records, tracer = trace.records, trace.tracer
-    last_leaf: nn.Module | None = None
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-        nonlocal last_leaf
-        given = first_tensor((*args, *kwargs.values()))
-        if not [*module.children()]:
-            every = tree_leaves((args, kwargs))
-            tracer.enter(module, [t for t in every if isinstance(t, Tensor)])
-            trace.leaves += 1
-            if isinstance(module, (*SIGNAL_LAYERS, *CHANNELS_LAST)) or kind_of(module):
-                last_leaf = module
-        name = names[module]
-        if name in records:
-            records[name].calls += 1
-            records[name].inputs = given
-            records[name].given_version = getattr(given, "_version", 0)
-
-    def leave(module: nn.Module, args: Any, answer: Any) -> None:  # noqa: ANN401
-        if not [*module.children()]:
-            tracer.leave(module, answer)
-        name = names[module]
-        if name in records:
-            record = records[name]
-            record.outputs, record.order = answer, trace.leaves
-            record.last_leaf = last_leaf
-            for other in records.values():
-                if other.calls:
-                    other.version_after[name] = getattr(other.inputs, "_version", 0)
-
-    with ExitStack() as stack:
-        for module in names:
-            before = module.register_forward_pre_hook(enter, with_kwargs=True)
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        with tracer:
-            answer = _run_example(host, example)
-    outputs = tensors_of(answer)
-    for path in tracer.paths.values():
-        returned = any(one is other for one in path.tensors for other in outputs)
-        if path.reader is not None and returned and not path.problem:
-            path.problem = "the hidden tensor is part of the host's output"
-    trace.outputs = [tensor.clone() for tensor in outputs]
-    return trace
-
-
-def _run_example(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
-    try:
-        return call(host, example)
-    except Exception as error:
-        raise InvalidInputError(
-            f"the host cannot be called with the example: {first_line(error)}"
-        ) from error
-
-
 def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
     """The insertion point at a site; refuses a site that seeds cannot use."""
     for end in (site.inlet, site.outlet):
@@ -376,9 +269,10 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
         inlet_layout = _layout(inlet, first, first, site.inlet)
-    span = _Span(problem="the slot does not span two layers")
+    span: _Span = (), (), {"why_no_span": "the slot does not span two layers"}
     if not site.residual and site.inlet != site.outlet:
         span = _span(site, trace, inlet_layout)
+    interlayer, recipe, facts = span
     return InsertionPoint(
         site=site,
         geometry=Geometry(
@@ -386,16 +280,13 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
             outlet_layout=outlet_layout,
             inlet_shape=tuple(inlet.shape[1:]),
             outlet_shape=tuple(outlet.shape[1:]),
-            spans=not span.problem,
-            **layer_facts(site, modules, span.gate),
-            hidden_shape=span.hidden_shape,
-            unit_inputs=span.unit_inputs,
-            why_no_span=span.problem,
+            **layer_facts(site, modules, _gate(interlayer)),
+            **facts,
         ),
         inlet=first,
         outlet=second,
-        interlayer=span.interlayer,
-        recipe=span.recipe,
+        interlayer=interlayer,
+        recipe=recipe,
         depth=min(1.0, written.order / max(1, trace.leaves)),
         in_mlp=_is_mlp(trace),
     )
@@ -413,58 +304,48 @@ def _is_mlp(trace: Trace) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Span:
-    """The steps between two layers, or why units cannot be added."""
+def _gate(interlayer: Iterable[nn.Module]) -> str:
+    return next((m.layer for m in interlayer if isinstance(m, Join)), "")
 
-    problem: str = ""
-    interlayer: tuple[nn.Module, ...] = ()
-    recipe: SavedSteps = ()
-    gate: str = ""
-    hidden_shape: tuple[int, ...] = ()
-    unit_inputs: int = 1
+
+_Span = tuple[tuple[nn.Module, ...], SavedSteps, dict[str, Any]]
+"""The steps between two layers, as plain data too, and their part of the geometry."""
 
 
 def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
-    modules = trace.modules
-    for end in (site.inlet, site.outlet):
-        if why := why_no_layer(modules[end]):
-            return _Span(f"{end!r} {why}")
+    modules, path = trace.modules, trace.paths.get(trace.modules[site.inlet])
     first, second = modules[site.inlet], modules[site.outlet]
-    path = trace.tracer.paths.get(first)
-    if path is None:
-        return _Span(f"{site.inlet!r} does not return one tensor")
+    whys = ((end, why_no_layer(modules[end])) for end in (site.inlet, site.outlet))
+    problem = next((f"{end!r} {why}" for end, why in whys if why), "")
+    if problem or path is None:
+        problem = problem or f"{site.inlet!r} does not return one tensor"
+        return (), (), {"why_no_span": problem}
     units = units_of(first)
     interlayer, problem = path_modules(path, units, layout)
-    reader = path.reader and trace.tracer.names[path.reader]
+    reader = path.reader and trace.names[path.reader]
     if not problem and reader != site.outlet:
         problem = "no channel-wise path leads from the first layer to the second"
         problem = f"{reader!r} reads the first layer's output" if reader else problem
-    gate = next((m.layer for m in interlayer if isinstance(m, Join)), "")
+    gate = _gate(interlayer)
     if gate and trace.records[gate].calls != 1:
         problem = f"the gate {gate!r} is called more than once"
-    if problem:
-        return _Span(problem)
-    if differs := path.differs or (path.joined.differs if path.joined else ""):
+    differs = path.differs or (path.joined.differs if path.joined else "")
+    if differs and not problem:
         raise InvalidInputError(
             f"slot {site.name!r} works in eval mode only: in training mode {differs}. "
             "Use the same computation in both modes."
         )
-    hidden = trace.records[site.outlet].inputs
-    shape, unit_inputs = tuple(hidden.shape[1:]), 1
+    if problem:
+        return (), (), {"why_no_span": problem}
+    shape, unit_inputs = tuple(trace.records[site.outlet].inputs.shape[1:]), 1
     if kernel_of(second) is None and layout.channels_first:
         unit_inputs = shape[-1] // units
     elif width(shape, layout) != units:
-        return _Span("the channels of the first layer do not reach the second")
-    return _Span(
-        interlayer=interlayer,
-        recipe=describe_interlayer(
-            [step.module for step in path.steps], trace.tracer.names
-        ),
-        gate=gate,
-        hidden_shape=shape,
-        unit_inputs=unit_inputs,
-    )
+        problem = "the channels of the first layer do not reach the second"
+        return (), (), {"why_no_span": problem}
+    recipe = describe_interlayer([step.module for step in path.steps], trace.names)
+    facts = {"spans": True, "hidden_shape": shape, "unit_inputs": unit_inputs}
+    return interlayer, recipe, facts
 
 
 def layer_facts(
@@ -564,7 +445,7 @@ def without_gradient(
             offsets.clear()
             try:
                 with torch.enable_grad():
-                    answers = tensors_of(_run_example(host, example))
+                    answers = tensors_of(run_example(host, example))
                     total = torch.stack([a.float().sum() for a in answers]).sum()
                     found: Iterable[Tensor | None] = ()
                     if offsets:
@@ -579,3 +460,174 @@ def without_gradient(
             if reached.keys() == outlets.keys():
                 break
     return [name for name in outlets if not reached.get(name, False)]
+
+
+# Finding slots.
+
+
+class SlotSuggestions(tuple[str, ...]):
+    """Names of slots from input to output, and skipped layers; `print` shows both."""
+
+    skipped: Mapping[str, str]
+    """Layers that no slot starts with, and why."""
+
+    def __new__(
+        cls, found: Iterable[str], skipped: Mapping[str, str]
+    ) -> "SlotSuggestions":
+        """A tuple of the names, with `skipped` as an attribute."""
+        made = super().__new__(cls, found)
+        made.skipped = dict(skipped)
+        return made
+
+    def __str__(self) -> str:
+        """One line per slot and per skipped layer."""
+        left = [f"  {name}: {why}" for name, why in self.skipped.items()]
+        return "\n".join([*self, *(["skipped:", *left] if left else [])])
+
+
+def suggest_slots(
+    model: nn.Module, example: Example, *, reject: Reject = lambda place: ""
+) -> SlotSuggestions:
+    """Names of slots that can grow, from input to output, for `Grower(slots=...)`.
+
+    These are pairs of layers with only channel-wise steps between them. A host without
+    such pairs gets slots parallel to single layers.
+
+    Args:
+        model: The host.
+        example: Input of the host: a tensor, a tuple or a dictionary.
+        reject: Returns why an insertion point is not wanted; "" if it is.
+    """
+    check_host(model)
+    with isolated(model, training=False), torch.no_grad():
+        trace = Trace(model, (), example)
+    compare_training(model, trace, example)
+    names = trace.names
+    layers = {names[module]: module for module in names if is_layer(module)}
+    called = sorted(layers, key=lambda name: trace.records[name].order)
+    skipped = {
+        name: why_no_layer(module)
+        for module, name in names.items()
+        if name not in layers and _has_matrix(module)
+    }
+    found: list[InsertionPoint] = []
+    for name in called:
+        try:
+            found.append(_span_from(model, name, trace, found))
+        except InvalidInputError as error:
+            skipped[name] = str(error).removesuffix(".")
+        except Exception as error:  # user code: skip the layer, not the whole host
+            skipped[name] = f"analysing it failed, {first_line(error)}"
+    found = _wanted(model, found, example, reject, skipped)
+    if not found:
+        parallel = [*_parallel_points(model, called, trace)]
+        found = _wanted(model, parallel, example, reject, {})
+    if not found:
+        raise InvalidInputError(
+            "no linear or convolution layer of the host can grow; name slots by hand."
+        )
+    return SlotSuggestions((place.site.name for place in found), skipped)
+
+
+def choose_slots(
+    model: nn.Module,
+    slots: Sequence[str] | str,
+    example: Example,
+    reject: Reject = lambda place: "",
+) -> tuple[str, ...]:
+    """Names of slots from names and patterns; "auto" is every suggested slot.
+
+    A pattern such as "*.mlp" matches the name of a slot or of a module around it.
+    """
+    if isinstance(slots, str) and slots == "auto":
+        return suggest_slots(model, example, reject=reject)
+    listed = isinstance(slots, Sequence) and not isinstance(slots, str)
+    if not listed or not all(isinstance(slot, str) for slot in slots):
+        raise InvalidInputError(
+            f"slots must be a list of names or 'auto', got {slots!r}."
+        )
+    if not any(WILDCARDS & {*slot} for slot in slots):
+        return tuple(slots)
+    suggested = suggest_slots(model, example, reject=reject)
+    chosen: list[str] = []
+    for slot in slots:
+        pattern = bool(WILDCARDS & {*slot})
+        matching = [s for s in suggested if _matches(s, slot)] if pattern else [slot]
+        if not matching:
+            raise InvalidInputError(
+                f"no slot matches {slot!r}; print(esper.suggest_slots(model, example)) "
+                "lists the slots."
+            )
+        chosen += matching
+    return tuple(dict.fromkeys(chosen))
+
+
+def _matches(slot: str, pattern: str) -> bool:
+    """Whether a pattern matches a slot, or a module that contains both its ends."""
+    ends = [end.split(".") for end in slot.split(ARROW)]
+    shared = 0
+    while all(len(end) > shared + 1 and end[shared] == ends[0][shared] for end in ends):
+        shared += 1
+    holders = [".".join(ends[0][:depth]) for depth in range(1, shared + 1)]
+    return any(fnmatchcase(name, pattern) for name in (slot, *holders))
+
+
+def _span_from(
+    model: nn.Module, name: str, trace: Trace, before: Sequence[InsertionPoint]
+) -> InsertionPoint:
+    """The span that starts with a layer; refuses a layer without a span."""
+    modules, calls = trace.modules, trace.records[name].calls
+    path = trace.paths.get(modules[name])
+    if path is None or calls != 1:
+        raise InvalidInputError(f"it is called {calls} times in one forward pass")
+    if path.problem:
+        raise InvalidInputError(path.problem)
+    if path.reader is None or not name:
+        raise InvalidInputError("no other layer reads its output")
+    outlet = trace.names[path.reader]
+    if why := why_no_layer(path.reader):
+        raise InvalidInputError(f"{outlet!r} {why}")
+    place = insertion_point(Site(name, outlet, residual=False), trace)
+    if not place.geometry.spans:
+        raise InvalidInputError(place.geometry.why_no_span)
+    for end in filter(None, (name, outlet, place.gate)):
+        check_not_shared(model, end, modules[end])
+    taken = next((p.site.name for p in before if p.gate == name), None)
+    if taken is not None:
+        raise InvalidInputError(f"it is widened together with {taken}")
+    return place
+
+
+def _parallel_points(
+    model: nn.Module, called: Iterable[str], trace: Trace
+) -> Iterable[InsertionPoint]:
+    """Insertion points parallel to single layers."""
+    for name in filter(None, called):
+        with suppress(InvalidInputError):
+            check_not_shared(model, name, trace.modules[name])
+            yield insertion_point(Site(name, name, residual=False), trace)
+
+
+def _wanted(
+    model: nn.Module,
+    places: Sequence[InsertionPoint],
+    example: Example,
+    reject: Reject,
+    skipped: dict[str, str],
+) -> list[InsertionPoint]:
+    """Insertion points that are wanted and get gradients; others go to `skipped`."""
+    cut = {*without_gradient(model, places, example)} if places else set[str]()
+    whys = {
+        place.site.inlet: f"no gradient reaches {place.site.outlet!r}"
+        if place.site.outlet in cut
+        else reject(place)
+        for place in places
+    }
+    skipped.update({name: why for name, why in whys.items() if why})
+    return [place for place in places if not whys[place.site.inlet]]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has its own matrix that maps channels to channels."""
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Embedding) and any(p.dim() > 1 for p in own)

@@ -4,22 +4,23 @@ An example is a tensor, a tuple of arguments or a dictionary of keyword argument
 `isolated` restores everything that a call may change.
 
 New hidden units fit between two layers if all steps between them are channel-wise.
-`PathTracer` follows every layer's output to the layer that reads it. Unknown steps are
+`Trace` follows every layer's output to the layer that reads it. Unknown steps are
 tested: a channel-wise step gives the same output for a subset of the channels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from esper.growth.analysis.host_layers import is_layer, units_of
+from esper.contracts.errors import InvalidInputError
+from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
 from esper.growth.analysis.interlayer import (
     BATCH_SIZE,
     DROPOUTS,
@@ -30,6 +31,23 @@ from esper.growth.analysis.interlayer import (
     function_module,
 )
 from esper.growth.blueprints.geometry import Layout
+from esper.growth.blueprints.registry import first_line
+
+SIGNAL_LAYERS: Final = (
+    nn.Conv1d,
+    nn.ConvTranspose1d,
+    nn.BatchNorm1d,
+    nn.MaxPool1d,
+    nn.AvgPool1d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveMaxPool1d,
+    nn.InstanceNorm1d,
+    nn.GroupNorm,
+)
+CHANNELS_LAST: Final = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+"""Layers whose type shows where the channels of their output are."""
+MAX_TRAINING_CALLS: Final = 8
+"""Calls in training mode if some layers are skipped at random (LayerDrop)."""
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
@@ -41,6 +59,16 @@ def call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
     if isinstance(example, tuple):
         return host(*example)
     return host(example)
+
+
+def run_example(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
+    """The host's output on an example; its errors become an `InvalidInputError`."""
+    try:
+        return call(host, example)
+    except Exception as error:
+        raise InvalidInputError(
+            f"the host cannot be called with the example: {first_line(error)}"
+        ) from error
 
 
 def tensors_of(output: object) -> list[Tensor]:
@@ -191,21 +219,80 @@ class Path:
             self.steps = steps
 
 
-class PathTracer(TorchFunctionMode):
-    """Follows every layer's output to the layer that reads it."""
+@dataclass(slots=True)
+class Record:
+    """Inputs and outputs of one module in one call of the host."""
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    inputs: Any = None
+    given_version: int = 0
+    version_after: dict[str, int] = field(default_factory=dict)
+    """Version of the input when another module returned."""
+    outputs: Any = None
+    calls: int = 0
+    last_leaf: nn.Module | None = None
+    order: int = 0
+
+
+class Trace(TorchFunctionMode):
+    """One call of the host; follows every layer's output to the layer that reads it."""
+
+    def __init__(self, host: nn.Module, ends: Iterable[str], example: Example) -> None:
         super().__init__()
-        self.names = names
+        self.modules = dict(host.named_modules())
+        self.names = {module: name for name, module in self.modules.items()}
+        layers = (name for module, name in self.names.items() if is_layer(module))
+        self.records = {name: Record() for name in (*ends, *layers)}
+        """Records of all layers and of the modules `ends`, by name."""
         self.paths: dict[nn.Module, Path] = {}
         """By first layer."""
+        self.leaves = 0
+        """Calls of leaf modules."""
         self._on: dict[int, list[Path]] = {}
         """By the id of each tensor on them."""
         self._running: list[tuple[nn.Module, object, dict[Path, Tensor]]] = []
         """Running leaf modules, their first inputs, and copies of the path tails."""
+        self._last_leaf: nn.Module | None = None
+        with ExitStack() as stack:
+            for module in self.names:
+                before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            with self:
+                outputs = tensors_of(run_example(host, example))
+        for path in self.paths.values():
+            returned = any(one is other for one in path.tensors for other in outputs)
+            if path.reader is not None and returned and not path.problem:
+                path.problem = "the hidden tensor is part of the host's output"
+        self.outputs = [tensor.clone() for tensor in outputs]
 
-    def enter(self, module: nn.Module, given: Sequence[Tensor]) -> None:
-        """Record that a leaf module is called."""
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        """Record that a module is called."""
+        if not [*module.children()]:
+            self._enter_leaf(module, _all_tensors((args, kwargs)))
+            self.leaves += 1
+            if isinstance(module, (*SIGNAL_LAYERS, *CHANNELS_LAST)) or kind_of(module):
+                self._last_leaf = module
+        record = self.records.get(self.names[module])
+        if record is not None:
+            record.calls += 1
+            record.inputs = first_tensor((*args, *kwargs.values()))
+            record.given_version = getattr(record.inputs, "_version", 0)
+
+    def _leave(self, module: nn.Module, args: Any, answer: Any) -> None:  # noqa: ANN401
+        """Record a module's output."""
+        if not [*module.children()]:
+            self._leave_leaf(module, answer)
+        name = self.names[module]
+        record = self.records.get(name)
+        if record is not None:
+            record.outputs, record.order = answer, self.leaves
+            record.last_leaf = self._last_leaf
+            for other in self.records.values():
+                if other.calls:
+                    other.version_after[name] = getattr(other.inputs, "_version", 0)
+
+    def _enter_leaf(self, module: nn.Module, given: Sequence[Tensor]) -> None:
+        """Extend the paths that a leaf module reads."""
         passing: dict[Path, Tensor] = {}
         for path in self._touched(given):
             if path.reader is not None:
@@ -219,8 +306,8 @@ class PathTracer(TorchFunctionMode):
                 path.reader = module
         self._running.append((module, given[0] if given else None, passing))
 
-    def leave(self, module: nn.Module, answer: object) -> None:
-        """Record a leaf module's output; a layer starts a new path."""
+    def _leave_leaf(self, module: nn.Module, answer: object) -> None:
+        """Add a leaf module's output to its paths; a layer starts a new path."""
         _, given, passing = self._running.pop()
         name = type(module).__name__
         for path, before in passing.items():
@@ -328,6 +415,18 @@ class PathTracer(TorchFunctionMode):
         path.steps.append(step)
         path.tensors.append(result)
         self._on.setdefault(id(result), []).append(path)
+
+
+def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
+    """Record where training mode takes other paths than this trace of eval mode."""
+    trained = dict[nn.Module, Path]()
+    with isolated(host, training=True), torch.no_grad():
+        for _ in range(MAX_TRAINING_CALLS):
+            trained = {**Trace(host, (), example).paths, **trained}
+            if trace.paths.keys() <= trained.keys():
+                break
+    for layer, path in trace.paths.items():
+        path.compare(trained.get(layer), trace.names)
 
 
 def _copied(tensor: Tensor) -> Tensor:
