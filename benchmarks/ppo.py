@@ -108,7 +108,8 @@ def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
     def cartpole() -> gymnasium.Env[Any, Any]:
         return gymnasium.make("CartPole-v1", disable_env_checker=True)
 
-    memories = {OURS: "mingru", "esper GRU": "gru", "esper LSTM": "lstm"}
+    memories = {OURS: "mingru", "esper ConvMinGRU": "conv-mingru"}
+    memories |= {"esper GRU": "gru", "esper LSTM": "lstm"}
     memories["esper no memory"] = "none"
     return {
         "CartPole": {

@@ -63,7 +63,7 @@ TASKS: Final[Mapping[str, Task]] = {
     "T-maze of length 50": Task(TMaze, 160_000, {"memory": "mingru"}, "RecurrentPPO"),
     "repeat, 2 steps ago": Task(Repeat, 100_000, {"memory": "gru"}),
     "scheduling, masked": Task(Scheduling, 60_000, peer="MaskablePPO"),
-    "tools, causal heads": Task(Tools, 40_000, {"relevant": Tools.RELEVANT}),
+    "tools, causal heads": Task(Tools, 40_000, {"head_relevance": Tools.RELEVANT}),
     "Pendulum": Task(_id("Pendulum-v1"), 100_000, {"gamma": 0.9}),
 }
 

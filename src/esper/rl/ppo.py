@@ -112,7 +112,8 @@ class PPO(Stateful):
 
     Args:
         env: The id of an environment, a function that makes one, or a VectorEnv.
-        memory: Memory type: "mingru", "gru", "lstm" or "none".
+        memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
+            "none".
         num_envs: How many environments to make.
         vectorization: Where environments run. "sync": in this process; "async": each in
             its own process; "native": the vector environment that the id registers.

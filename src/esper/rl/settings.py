@@ -56,7 +56,7 @@ class PPOSettings(PPOConfig):
     learning_rate: float = 2e-3
     minibatches: int = 8
     memory: MemoryName = "none"
-    """Memory type: mingru, gru, lstm or none."""
+    """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = 16
     """Number of parallel environments."""
     rollout_steps: Count = 128
