@@ -2,7 +2,7 @@
 
 Five tasks of POPGym (Morad et al. 2023, https://arxiv.org/abs/2303.01859), 400,000
 steps each, 16 environments x 128 steps, 4 epochs, layers of 64, one set of settings for
-all tasks. RecurrentPPO is shown at the better of two batch sizes, chosen per task by its
+all tasks. RecurrentPPO is shown at the better of two batch sizes, chosen by its
 mean return. A return is that of the last twentieth of the training, actions sampled.
 CPU-seconds are those of the whole training; "environments" is the share that stepping
 them takes, measured with random actions.
