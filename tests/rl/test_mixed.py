@@ -17,7 +17,7 @@ from esper.simic.agent.losses import ppo_terms
 from tests.rl.environments import Probe
 from tests.simic.test_distribution import random_rows
 
-ONCE = PPOConfig(epochs=1, minibatches=1)
+ONCE = {"epochs": 1, "minibatches": 1}
 SMALL = {"width": 8, "rollout_steps": 12, "num_envs": 4}
 ANGLE = spaces.Box(np.float32(0.0), np.float32(90.0), (1,))
 TOOLS = spaces.Dict(
@@ -121,7 +121,7 @@ def test_the_update_sees_the_policy_that_acted(case):
         "separate_value": bool(case % 3),
     }
     masked = bool(case % 5)
-    agent = PPO(lambda: Workshop(space, masked=masked), ppo=ONCE, **options, **SMALL)
+    agent = PPO(lambda: Workshop(space, masked=masked), **ONCE, **options, **SMALL)
     strong(agent)
     for _ in range(2):
         batch = batch_of(agent)
@@ -139,7 +139,7 @@ def test_a_number_that_the_tool_does_not_use_has_no_part(autoregressive):
         lambda: Workshop(TOOLS, USED),
         head_relevance=USED,
         autoregressive=autoregressive,
-        ppo=ONCE,
+        **ONCE,
         **SMALL,
     )
     batch = batch_of(strong(agent))
@@ -267,7 +267,7 @@ def test_numbers_are_clipped_for_the_environment_alone():
             return super().step(action)
 
     given = []
-    agent = PPO(lambda: Far(TOOLS), ppo=ONCE, **SMALL)
+    agent = PPO(lambda: Far(TOOLS), **ONCE, **SMALL)
     with torch.no_grad():
         agent.policy.log_deviation.fill_(1.0)
     batch = batch_of(agent)

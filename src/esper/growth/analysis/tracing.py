@@ -220,7 +220,7 @@ class Path:
 
 
 @dataclass(slots=True)
-class Record:
+class ModuleCalls:
     """Inputs and outputs of one module in one call of the host."""
 
     inputs: Any = None
@@ -241,7 +241,7 @@ class Trace(TorchFunctionMode):
         self.modules = dict(host.named_modules())
         self.names = {module: name for name, module in self.modules.items()}
         layers = (name for module, name in self.names.items() if is_layer(module))
-        self.records = {name: Record() for name in (*ends, *layers)}
+        self.records = {name: ModuleCalls() for name in (*ends, *layers)}
         """Records of all layers and of the modules `ends`, by name."""
         self.paths: dict[nn.Module, Path] = {}
         """By first layer."""
