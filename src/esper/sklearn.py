@@ -245,7 +245,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
 
     def predict(self, X: Rows) -> NDArray[Any]:  # noqa: N803
         """Most probable classes."""
-        found: NDArray[Any] = self.classes_[self._outputs(X).argmax(dim=1).numpy()]
+        indices = self._outputs(X).argmax(dim=1).numpy()  # refuses an unfitted one
+        found: NDArray[Any] = self.classes_[indices]
         return found
 
     def _loss(self, output: Tensor, y: Tensor) -> Tensor:
