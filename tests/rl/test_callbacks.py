@@ -1,0 +1,79 @@
+"""Callbacks of `learn`: they see what is learnt and change nothing of it."""
+
+import gymnasium
+import pytest
+import torch
+
+from esper import PPO
+from esper.contracts.errors import InvalidInputError
+from esper.rl.callbacks import CheckpointCallback, EvalCallback, OptunaPruning
+
+SMALL = {"num_envs": 4, "rollout_steps": 16, "width": 8, "seed": 0}
+
+
+def learnt(**options):
+    agent = PPO("CartPole-v1", memory="conv-mingru", **SMALL)
+    return agent.learn(4 * 16 * 6, **options)
+
+
+def weights(agent):
+    return torch.cat([p.detach().flatten() for p in agent.policy.parameters()])
+
+
+def test_evaluating_and_saving_change_nothing_that_is_learnt(tmp_path):
+    best, every = tmp_path / "best.safetensors", tmp_path / "at-{steps}.safetensors"
+    evaluate = EvalCallback(every=2, episodes=3, keep_best=best)
+    agent = learnt(callback=[evaluate, CheckpointCallback(every, every=4)])
+    assert torch.equal(weights(agent), weights(learnt()))
+    assert [steps for steps, _ in evaluate.history] == [128, 256, 384]
+    means = [found.mean for _, found in evaluate.history]
+    assert evaluate.best == max(means)
+    kept = PPO.load(best, env="CartPole-v1")
+    assert kept.evaluate(3).mean == max(means)
+    assert kept.env_steps == evaluate.history[means.index(max(means))][0]
+    middle = PPO.load(str(every).format(steps=256), env="CartPole-v1")
+    assert middle.env_steps == 256
+    assert middle.progress == pytest.approx(3 / 5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "at-256.safetensors",
+        "best.safetensors",
+    ]
+
+
+def test_an_evaluation_can_end_the_training():
+    assert learnt(callback=EvalCallback(every=1, episodes=2, stop_at=1.0)).rounds == 1
+    frozen = EvalCallback(every=1, episodes=2, patience=2, stop_at=1e9)
+    frozen.best = 1e9
+    assert learnt(callback=frozen).rounds == 2
+
+
+def test_an_evaluation_does_not_reset_the_environments_of_the_training():
+    vector = gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="sync")
+    agent = PPO(vector, rollout_steps=16, width=8)
+    with pytest.raises(InvalidInputError, match="EvalCallback would reset the vector"):
+        agent.learn(64, callback=EvalCallback(every=1))
+    agent.learn(64, callback=EvalCallback(every=1, episodes=2, env="CartPole-v1"))
+    with pytest.raises(InvalidInputError, match="every must be a positive integer"):
+        EvalCallback(every=0)
+
+
+def test_optuna_prunes_trials():
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(
+        direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=1e9)
+    )
+    study.optimize(
+        lambda trial: learnt(callback=OptunaPruning(trial)).evaluate(2).mean, n_trials=1
+    )
+    assert study.trials[0].state == optuna.trial.TrialState.PRUNED
+    both = optuna.create_study(direction="maximize")
+    found = EvalCallback(every=3, episodes=2)
+
+    def objective(trial):
+        learnt(callback=[found, OptunaPruning(trial)])
+        return found.best
+
+    both.optimize(objective, n_trials=1)
+    reported = both.trials[0].intermediate_values
+    assert reported[192] == found.history[0][1].mean
