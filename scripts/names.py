@@ -33,7 +33,7 @@ NAMES = pairs("""
 """)
 TROUBLE = re.compile(r"\w*Trouble")
 MODULES = pairs("""
-    attempts:recovery judging:evaluation merging:merge_rules middle:interlayer
+    attempts:recovery judging:evaluation merging:folding merge_rules:folding middle:interlayer
     rebuilding:serialization suggestions:slots
 """)
 SETTINGS = pairs("""

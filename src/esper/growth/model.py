@@ -43,7 +43,7 @@ from esper.growth.hooks import ADD, Change
 from esper.growth.lifecycle import SeedStates
 from esper.growth.optimiser import OptimizerSurgery
 from esper.growth.saving.export import why_units_do_not_fold
-from esper.growth.saving.merge_rules import why_no_merge
+from esper.growth.saving.folding import why_no_merge
 from esper.growth.saving.saved_topology import NAME
 from esper.growth.seed_modules import (
     SeedModules,

@@ -78,8 +78,6 @@ class SeedModules(nn.ModuleDict):
         self.generator = torch.Generator().manual_seed(rng_seed)
         self.traced = True
         """Whether the places come from a call of the host, not from a file."""
-        self.loading = False
-        """Whether a validated state is being loaded."""
         self.training = host.training
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
@@ -246,10 +244,7 @@ class SeedModules(nn.ModuleDict):
         interlayer = seed_interlayer(place, blueprint)
         seed = build(blueprint, place.geometry, self.generator, interlayer, gated)
         if isinstance(seed, FormSeed) and seed.widens:
-            layers = {"first": place.inlet}
-            if place.gate:
-                layers["gate"] = self.host.get_submodule(place.gate)
-            for name, layer in layers.items():
+            for name, layer in place.first_layers(self.host).items():
                 own = None if place.in_mlp else layer.get_parameter("weight")
                 _init_weight(seed.weights, name, own)
             self._add_blocks(slot, seed)
@@ -433,8 +428,6 @@ class SeedModules(nn.ModuleDict):
         *_: object,
     ) -> None:
         """Validate a state and load all of it or nothing; torch then repeats it."""
-        if self.loading:
-            return
         topology = self.validated(state, prefix)
         if (metadata or {}).get("assign_to_params_buffers"):
             raise InvalidInputError(

@@ -5,11 +5,12 @@ imported. All functions use weights as `[outputs, inputs, ...]`, also for layers
 store them transposed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
@@ -102,6 +103,50 @@ SIZED_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 """Norms that are widened with the layer before them."""
 
 
+def write_norm_size(norm: nn.Module, more: nn.Module | None = None) -> None:
+    """Set a norm's size attributes from its tensors, or to those of two norms.
+
+    The width of a group stays the same.
+    """
+    tensors = (*norm._buffers.values(), *norm._parameters.values())
+    units = next((len(t) for t in tensors if t is not None and t.dim()), 0)
+    name = "num_channels" if isinstance(norm, nn.GroupNorm) else "num_features"
+    before = getattr(norm, name)
+    units = before + getattr(more, name) if more is not None else units
+    setattr(norm, name, units)
+    if isinstance(norm, nn.GroupNorm):
+        norm.num_groups = norm.num_groups * units // before
+
+
+def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter or buffer with the module's dtype and device; it may be new."""
+    old = getattr(module, name)
+    like = module.get_parameter("weight") if old is None else old
+    value = value.to(device=like.device, dtype=like.dtype)
+    if old is not None and old.shape == value.shape:
+        with torch.no_grad():
+            old.copy_(value)
+    elif name in module._buffers:
+        setattr(module, name, value)
+    else:
+        setattr(module, name, nn.Parameter(value, requires_grad=like.requires_grad))
+
+
+def restore_sizes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that gives modules their attributes and tensors back."""
+    before = [
+        (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in modules
+    ]
+
+    def put_back() -> None:
+        for module, attributes, parameters, buffers in before:
+            vars(module).update(attributes)
+            module._parameters, module._buffers = parameters, buffers
+
+    return put_back
+
+
 def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
     """Widen layers and norms to the sizes in an exported state; returns an undo.
 
@@ -109,24 +154,16 @@ def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
     that grow without the inputs that read them.
     """
     _refuse_another_host(host, state)
-    before = []
-    for prefix, module in _sized_modules(host):
-        tensors = (dict(module._parameters), dict(module._buffers))
-        held = (module, dict(vars(module)), *tensors)
+    sized = dict(_sized_modules(host))
+    undo = restore_sizes(sized.values())
+    for prefix, module in sized.items():
         grown = [
             _grow(module, key, state.get(f"{prefix}{key}"))
             for key in ("weight", "bias", "running_mean", "running_var")
         ]
         if any(grown):
-            before.append(held)
-            write = _write_norm_sizes if kind_of(module) is None else write_sizes
+            write = write_norm_size if kind_of(module) is None else write_sizes
             write(module)
-
-    def undo() -> None:
-        for module, attributes, parameters, buffers in before:
-            vars(module).update(attributes)
-            module._parameters, module._buffers = parameters, buffers
-
     return undo
 
 
@@ -183,8 +220,9 @@ def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
 def _grow(module: nn.Module, key: str, given: object) -> bool:
     """Enlarge a module's tensor to a given shape; returns whether it changed."""
     own = getattr(module, key, None)
-    like = module._parameters.get("weight") if own is None else own
-    if like is None or not isinstance(given, Tensor):
+    if module._parameters.get("weight") is None and own is None:
+        return False
+    if not isinstance(given, Tensor):
         return False
     if own is None:
         fits = key == "bias" and kind_of(module) is not None  # merging may add a bias
@@ -192,20 +230,6 @@ def _grow(module: nn.Module, key: str, given: object) -> bool:
         larger = zip(given.shape, own.shape, strict=False)
         fits = own.dim() == given.dim() and all(new >= old for new, old in larger)
         fits &= own.shape != given.shape
-    if fits and key in module._buffers:
-        setattr(module, key, like.new_empty(given.shape))
-    elif fits:
-        value = nn.Parameter(like.new_empty(given.shape), like.requires_grad)
-        setattr(module, key, value)
+    if fits:
+        put_tensor(module, key, torch.empty(given.shape))
     return fits
-
-
-def _write_norm_sizes(norm: nn.Module) -> None:
-    """Set a norm's size attributes from its tensors; the group width stays the same."""
-    like = norm._buffers.get("running_mean")
-    units = len(norm.get_parameter("weight") if like is None else like)
-    if isinstance(norm, nn.GroupNorm):
-        norm.num_groups = norm.num_groups * units // norm.num_channels
-        norm.num_channels = units
-    elif isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
-        norm.num_features = units

@@ -92,6 +92,11 @@ class InsertionPoint:
         """Name of the gate layer that joins the path; empty if there is none."""
         return _gate(self.interlayer)
 
+    def first_layers(self, host: nn.Module) -> dict[str, nn.Module]:
+        """The layers of a host, or of its copy, that get the new units of a span."""
+        names = {"first": self.site.inlet, "gate": self.gate}
+        return {key: host.get_submodule(name) for key, name in names.items() if name}
+
 
 @dataclass(frozen=True, slots=True)
 class HostAnalysis:

@@ -31,6 +31,7 @@ from esper.growth.saving.saved_topology import (
 )
 from esper.growth.seed_modules import (
     SeedModules,
+    all_or_nothing,
     grown_part,
     restore_tensors,
     uninterrupted,
@@ -63,27 +64,17 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
         raise InvalidInputError(
             f"the state has {len(prefixes)} topologies. The file is damaged."
         )
-    grown = [(_empty(host, state_dict, prefix), prefix) for prefix in prefixes]
-    topologies = [part.validated(state_dict, prefix) for part, prefix in grown]
+    grown = [_empty(host, state_dict, prefix) for prefix in prefixes]
     with uninterrupted():
         undo = [restore_tensors(host)]
-        try:
-            for (part, _), topology in zip(grown, topologies, strict=True):
+        with all_or_nothing(undo):
+            for part in grown:
                 undo.append(part.detach)
-                part.rebuild(topology)
-                part.loading = True
                 part.attach()
             if not grown:
                 undo.append(fit_sizes(host, state_dict))
                 check_tensors(host, nn.ModuleDict(), state_dict, "")
-            host.load_state_dict(state_dict)
-        except BaseException:
-            for put_back in reversed(undo):
-                put_back()
-            raise
-        finally:
-            for part, _ in grown:
-                part.loading = False
+            host.load_state_dict(state_dict)  # builds the seeds too
     return host
 
 
