@@ -33,7 +33,8 @@ NAMES = pairs("""
 """)
 TROUBLE = re.compile(r"\w*Trouble")
 MODULES = pairs("""
-    attempts:recovery judging:evaluation merging:folding merge_rules:folding middle:interlayer
+    attempts:recovery judging:evaluation merging:folding merge_rules:folding
+    middle:interlayer
     rebuilding:serialization suggestions:slots
 """)
 SETTINGS = pairs("""

@@ -122,11 +122,11 @@ def test_a_newborn_leaves_the_host_unchanged_and_no_trace(name):
 
     seed = a_seed()
     before = copy.deepcopy(optimizer.state_dict())
-    surgery.join(seed, neighbour=host.second.weight)
+    surgery.join(seed, near=[host.second.weight])
     surgery.leave(seed.values())
     assert bits(optimizer.state_dict()) == bits(before)
 
-    surgery.join(seed, neighbour=host.first.bias)
+    surgery.join(seed, near=[host.first.bias])
     old = bits(seed)
     train(host, optimizer, 2, start=5)  # it may learn later
     assert bits(seed) == old
@@ -150,7 +150,7 @@ def test_every_scheduler_goes_on_unchanged_and_a_newborn_follows_its_groups_rate
     newborn, rates = nn.Parameter(torch.zeros(3, dtype=torch.float64)), []
     for step in range(23):
         if step == 3:
-            surgery.join({"seed": newborn}, neighbour=host.second.weight)
+            surgery.join({"seed": newborn}, near=[host.second.weight])
         seed = {"": newborn} if step >= 3 else {}
         rate, old = float(optimizer.param_groups[1]["lr"]), newborn.detach().clone()
         now = train(host, optimizer, 1, start=step, seed=seed, schedule=schedule)
@@ -168,9 +168,9 @@ def test_a_saved_run_goes_on_bit_for_bit_in_a_rebuilt_network(name):
     host, optimizer = host_and_optimiser(OPTIMISERS[name])
     surgery = Surgery(optimizer, named(host))
     gone, seed = {"gone": nn.Parameter(torch.ones(2))}, a_seed()
-    surgery.join(gone, neighbour=host.first.weight)
+    surgery.join(gone, near=[host.first.weight])
     train(host, optimizer, 2, seed=gone)
-    surgery.join(seed, neighbour=host.first.weight)
+    surgery.join(seed, near=[host.first.weight])
     surgery.leave(gone.values())
     train(host, optimizer, 2, start=2, seed=seed)
     saved = copy.deepcopy(

@@ -188,10 +188,7 @@ class SlotHooks:
         self._hooks.clear()
         if self.place.outlet.__dict__.get(MARK) is self.flow:
             del self.place.outlet.__dict__[MARK]
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop tensors of a pass that did not reach the outlet."""
+        # Drop tensors of a pass that did not reach the outlet.
         self._inputs.clear()
         self._mixed.clear()
         self.above.clear()

@@ -10,7 +10,7 @@ example. A change is applied completely or not at all, even if something raises;
 is delayed. Only `tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any, Final
@@ -242,8 +242,8 @@ class GrowingModel(nn.Module, NamedOps):
             grown = SeedModules(host, self.analysis.places, numbered, chosen, rng_seed)
             if before is not None:
                 grown.adopt(before)
+            self.undo_steps.append(grown.detach)
             grown.attach()
-        self.undo_steps.append(grown.detach)
         self.host = host
         self.__dict__["seeds"] = grown  # not registered: the host's submodule
         self.slots, self.hooks, self.flow = grown.slots, grown.hooks, grown.flow
@@ -449,34 +449,16 @@ class GrowingModel(nn.Module, NamedOps):
         """Add new parameters to the groups of their neighbouring layers."""
         new = {name: p for name, p in named.items() if p not in known}
         for name, parameter in new.items():
-            slot = slot_number(name.removeprefix(f"{NAME}."))
-            groups = surgery.optimizer.param_groups
-            near = self._neighbour(slot, parameter, groups)
+            place = self.place(slot_number(name.removeprefix(f"{NAME}.")))
+            near = [*place.outlet.parameters(), *place.inlet.parameters()]
+            # Vectors, such as biases, join vectors of that layer or else of the host,
+            # since these often have no weight decay.
+            vector = parameter.ndim < 2
+            own = host_parameters(self.host).values() if vector else ()
+            near += [p for p in own if p.ndim < 2]
+            near.sort(key=lambda p: (p.ndim < 2) is not vector)
             surgery.join({name: parameter}, near)
         self.ranks.from_first(new.values())
-
-    def _neighbour(
-        self, slot: int, new: nn.Parameter, groups: Sequence[Mapping[str, Any]]
-    ) -> nn.Parameter | None:
-        """A trained parameter of the outlet or inlet of a slot.
-
-        Vectors, such as biases, join vectors of that layer or else of the host, since
-        these often have no weight decay.
-        """
-        place = self.place(slot)
-        trained = {id(p) for group in groups for p in group["params"]}
-        near = [
-            parameter
-            for module in (place.outlet, place.inlet)
-            for parameter in module.parameters()
-            if id(parameter) in trained
-        ]
-        vector = new.ndim < 2
-        if vector:
-            own = host_parameters(self.host).values()
-            near += [p for p in own if p.ndim < 2 and id(p) in trained]
-        alike = [p for p in near if (p.ndim < 2) == vector]
-        return next(iter(alike or near), None)
 
     # Slots, parts and costs.
 
@@ -603,28 +585,6 @@ class GrowingModel(nn.Module, NamedOps):
     def detach(self) -> None:
         """Remove seeds and hooks from the host; its own weights stay as they are."""
         self.seeds.detach()
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:  # noqa: ANN401
-        """Rebuild the saved seeds, then load all weights.
-
-        Args:
-            state_dict: What `state_dict()` returned.
-            strict: Must be True.
-            assign: Must be False.
-        """
-        if assign or not strict:
-            raise InvalidInputError(
-                "a growing model loads in place only. Leave out strict and assign."
-            )
-        if not isinstance(state_dict, Mapping) or not any(
-            str(name).startswith("host.") for name in state_dict
-        ):
-            raise InvalidInputError(
-                "this is no saved GrowingModel. Pass what state_dict() returned."
-            )
-        return super().load_state_dict(state_dict)
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.states.stage[0, slot])).name

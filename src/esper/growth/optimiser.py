@@ -58,14 +58,16 @@ class OptimizerSurgery:
             handle.remove()
 
     def join(
-        self, named: Mapping[str, nn.Parameter], neighbour: nn.Parameter | None = None
+        self, named: Mapping[str, nn.Parameter], near: Iterable[nn.Parameter] = ()
     ) -> None:
-        """Append parameters to the group of `neighbour`, or to the first group."""
+        """Append parameters to the group of the first trained one of `near`.
+
+        They join the first group if none of those is trained.
+        """
         self._refuse_untrainable(named)
         groups: list[dict[str, Any]] = self.optimizer.param_groups
-        group = next(
-            (g for g in groups if any(p is neighbour for p in g["params"])), groups[0]
-        )
+        homes = {p: group for group in groups for p in group["params"]}
+        group = next((homes[p] for p in near if p in homes), groups[0])
         group["params"].extend(named.values())
         if "param_names" in group:
             group["param_names"] = [*group["param_names"], *named]
@@ -82,7 +84,8 @@ class OptimizerSurgery:
                     pairs = zip(group[key], stays, strict=True)
                     group[key] = [value for value, stay in pairs if stay]
         for parameter in leaving:
-            self._forget(parameter)
+            del self.joined[parameter]
+            self.optimizer.state.pop(parameter, None)
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function that restores groups and state."""
@@ -126,8 +129,7 @@ class OptimizerSurgery:
         outside = {name: parameter for parameter, name in self._outside.items()}
         wanted = self._resolve(names, {**named_parameters, **outside})
         stays = {parameter for group in wanted for parameter in group}
-        for parameter in [p for p in self.joined if p not in stays]:
-            self._forget(parameter)
+        self.leave([p for p in self.joined if p not in stays])
         groups, known = self.optimizer.param_groups, self._known
         for group, parameters, given in zip(groups, wanted, names, strict=True):
             group["params"] = parameters
@@ -227,10 +229,6 @@ class OptimizerSurgery:
                 [parameter], initial_accumulator_value=start, fused=group["fused"]
             )
             self.optimizer.state[parameter] = alone.state[parameter]
-
-    def _forget(self, parameter: nn.Parameter) -> None:
-        del self.joined[parameter]
-        self.optimizer.state.pop(parameter, None)
 
     def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
         for name, parameter in named.items():

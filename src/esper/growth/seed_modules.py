@@ -109,17 +109,13 @@ class SeedModules(nn.ModuleDict):
 
     def attach(self) -> None:
         """Add this and the hooks to the host."""
-        try:
-            for hooks in self.hooks:
-                hooks.attach(self.host)
-            self.host.add_module(NAME, self)
-            self._handles = [
-                self.host.register_load_state_dict_pre_hook(self._before_load),
-                self.host.register_load_state_dict_post_hook(self._after_load),
-            ]
-        except BaseException:
-            self.detach()
-            raise
+        for hooks in self.hooks:
+            hooks.attach(self.host)
+        self.host.add_module(NAME, self)
+        self._handles = [
+            self.host.register_load_state_dict_pre_hook(self._before_load),
+            self.host.register_load_state_dict_post_hook(self._after_load),
+        ]
 
     def detach(self) -> None:
         """Remove seeds and hooks from the host."""
@@ -386,7 +382,7 @@ class SeedModules(nn.ModuleDict):
 
     def _saved_seeds(self) -> tuple[SavedSeed, ...]:
         states = asdict(self.states)
-        used = {slot_number(name): seed for name, seed in self.items()}
+        used = ((slot_number(name), seed) for name, seed in self.items())
         return tuple(
             SavedSeed(
                 slot=self.slots[slot],
@@ -399,7 +395,7 @@ class SeedModules(nn.ModuleDict):
                     if name != "blueprint"
                 },
             )
-            for slot, seed in used.items()
+            for slot, seed in used
         )
 
     def blueprint_of(self, slot: int) -> Blueprint:

@@ -169,41 +169,28 @@ def check_tensors(
 ) -> None:
     """Raise unless the state has exactly the tensors of a host with these seeds."""
     own = host_tensors(host)
-    kept = {
-        name.removeprefix(prefix)
-        for name in state
-        if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
-    }
-    tied = {
-        name
-        for alike in tied_names(host)
-        if not kept.isdisjoint(alike)
-        for name in alike
-    }
-    for name in sorted(({*own} ^ kept) - tied):
-        raise InvalidInputError(
-            f"the saved host is another one: {name} was "
-            f"{'absent and is here' if name in own else 'there and is absent'}."
-        )
     seeds = {
         f"{NAME}.{slot}.{name}": tensor
         for slot, seed in grown.items()
         for name, tensor in seed.state_dict().items()
     }
-    begun, extra = f"{prefix}{NAME}.", ("_extra_state", HINT)
     found = {
         name.removeprefix(prefix): value
         for name, value in state.items()
-        if name.startswith(begun) and name.removeprefix(begun) not in extra
+        if name.startswith(prefix)
     }
-    odd = sorted({*seeds} ^ {*found})
-    if odd:
-        missing = odd[0] in seeds
+    held = {name for name in found if name.startswith(f"{NAME}.")}
+    for name in sorted({*seeds} ^ (held - {TOPOLOGY, f"{NAME}.{HINT}"})):
+        lack = "lack" if name in seeds else "have an unknown"
+        raise InvalidInputError(f"the saved seeds {lack} {name!r}.")
+    tied = [alike for alike in tied_names(host) if not found.keys().isdisjoint(alike)]
+    for name in sorted(({*own} ^ (found.keys() - held)).difference(*tied)):
         raise InvalidInputError(
-            f"the saved seeds {'lack' if missing else 'have an unknown'} {odd[0]!r}."
+            f"the saved host is another one: {name} was "
+            f"{'absent and is here' if name in own else 'there and is absent'}."
         )
     for name, mine in {**own, **seeds}.items():
-        value = state.get(f"{prefix}{name}", mine)
+        value = found.get(name, mine)
         if not isinstance(mine, Tensor):
             continue
         check_tensor(name, value, own.get(name))
@@ -214,7 +201,7 @@ def check_tensors(
             )
         if value.is_floating_point() and name in seeds and not value.isfinite().all():
             raise InvalidInputError(f"{name} of the saved network is not finite.")
-    tensors = [value for value in found.values() if isinstance(value, Tensor)]
+    tensors = [found[name] for name in seeds if isinstance(found[name], Tensor)]
     if _bytes_held(tensors) < sum(value.nbytes for value in tensors):
         raise InvalidInputError(
             "the saved seeds share their numbers. Copy the tensors before saving."
