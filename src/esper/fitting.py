@@ -26,10 +26,9 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from esper.contracts.errors import InvalidInputError, StorageError, unknown
-from esper.contracts.messages import short
+from esper.contracts.messages import first_line, short
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, isolated
-from esper.growth.blueprints.registry import first_line
 from esper.growth.history import GrowthDecision
 from esper.runs.progress import Progress
 from esper.runs.streams import stream

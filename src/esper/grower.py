@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_map
 
 from esper.contracts.actions import HEAD, ActionMasks, Op
 from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
+from esper.contracts.messages import first_line
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
 from esper.files import FORMAT, require_readable
 from esper.growth.analysis.tracing import Example, random_state, set_random_state
-from esper.growth.blueprints.registry import first_line
-from esper.growth.blueprints.seed import misfit
+from esper.growth.blueprints.registry import misfit
 from esper.growth.distributed import unwrapped
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import Change, attach_gradients, shadow_gradients

@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import short
+from esper.contracts.messages import first_line, short
 from esper.files import Disk, open_regular, publish, require_readable
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, kept_randomness
-from esper.growth.blueprints.registry import first_line
 from esper.growth.measurements import Mode
 from esper.growth.saving.export import Branches
 from esper.growth.saving.saved_topology import NAME

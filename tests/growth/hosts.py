@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from esper.growth.blueprints.seed import misfit
+from esper.growth.blueprints.registry import misfit
 from esper.growth.model import GrowingModel
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import EsperError, InvalidInputError, InvalidStateError
 from esper.grower import Grower
-from esper.growth.blueprints.seed import misfit
+from esper.growth.blueprints.registry import misfit
 from tests.growth.hosts import Vectors, make_batch, make_host
 
 X = make_batch("vector", 6)[0]

@@ -11,7 +11,7 @@ import esper
 from benchmarks.zoo import ARCHITECTURES, CLASSES, ROWS, Mlp
 from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
-from esper.growth.analysis.macs import count_macs
+from esper.growth.analysis.tracing import count_macs
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
 

@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from esper.contracts.blueprints import BLUEPRINTS, Form
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
-from esper.growth.blueprints.registry import blueprint
-from esper.growth.blueprints.seed import misfit
+from esper.growth.blueprints.registry import blueprint, misfit
 from esper.growth.model import GrowingModel
 from esper.growth.saving import export as exporting
 from esper.growth.saving.export import Branches, export

@@ -45,6 +45,12 @@ def described(error: BaseException) -> str:
     return one_line(f"{name}: {text}" if text else name, 120)
 
 
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else repr(error)
+
+
 def short(path: Path) -> str:
     """The last three parts of a path, printable, at most 72 characters."""
     text = printable("/".join(path.parts[-3:]).replace("//", "/"))

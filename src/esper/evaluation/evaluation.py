@@ -37,7 +37,6 @@ from esper.contracts.world import Controller, StepResult
 from esper.environment.clock import STOPS
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
 from esper.evaluation.sizes import size_baseline
-from esper.growth.analysis.macs import step_macs
 from esper.runs.records import (
     LADDER,
     SIZES,
@@ -318,7 +317,9 @@ def _decisions_for(
 ) -> int:
     """The number of decisions of a plain network for so many multiply-adds."""
     available = len(task.splits(rng_seed).val)
-    trained = task.decision_every * task.batch * step_macs(host.macs)
+    # A training step costs a forward pass, and a backward pass each to the weights and
+    # to the activations.
+    trained = task.decision_every * task.batch * 3 * host.macs
     between, at_stop = (
         trained + settings.charge_eval * min(rows, available) * host.macs
         for rows in (LOOKED_ROWS, SCORED_ROWS)

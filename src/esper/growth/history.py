@@ -8,7 +8,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
-from esper.growth.blueprints.seed import Cost
+from esper.growth.blueprints.registry import Cost
 from esper.growth.model import GrowingModel, Receipt
 
 MAX_SEEDS_LISTED: Final = 16

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.contracts.messages import first_line
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import first_tensor, kept_randomness, swapped_buffers
+from esper.growth.blueprints.forms import FormSeed
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.blueprints.registry import first_line
-from esper.growth.blueprints.seed import FormSeed
 
 if TYPE_CHECKING:
     from esper.growth.model import GrowingModel

@@ -35,9 +35,8 @@ from esper.growth.analysis.slots import (
     choose_slots,
 )
 from esper.growth.analysis.tracing import Example, eval_outputs
-from esper.growth.blueprints.layers import Layer
-from esper.growth.blueprints.registry import find
-from esper.growth.blueprints.seed import Cost, FormSeed, cost, misfit
+from esper.growth.blueprints.forms import FormSeed, Layer
+from esper.growth.blueprints.registry import Cost, cost, find, misfit
 from esper.growth.distributed import DistributedContext
 from esper.growth.hooks import ADD, Change
 from esper.growth.lifecycle import SeedStates

@@ -22,16 +22,15 @@ from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import InvalidInputError, unknown
+from esper.contracts.messages import first_line
 from esper.contracts.stages import Stage
 from esper.files import FORMAT
 from esper.growth import lifecycle
 from esper.growth.analysis.host_layers import units_of
 from esper.growth.analysis.interlayer import new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
-from esper.growth.blueprints.forms import FORMS, cross_layer
-from esper.growth.blueprints.layers import Layer
-from esper.growth.blueprints.registry import Gated, first_line
-from esper.growth.blueprints.seed import FormSeed, build, misfit
+from esper.growth.blueprints.forms import FORMS, FormSeed, Layer, cross_layer
+from esper.growth.blueprints.registry import Gated, build, misfit
 from esper.growth.hooks import Branch, Change, Flow, SlotHooks
 from esper.growth.lifecycle import SeedStates
 from esper.growth.saving.saved_topology import (

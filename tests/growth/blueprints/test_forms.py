@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.contracts.blueprints import Form
-from esper.growth.blueprints.forms import FORMS
+from esper.growth.blueprints.forms import FORMS, Layer
 from esper.growth.blueprints.geometry import Geometry, Kernel, Layout
-from esper.growth.blueprints.layers import Layer
 from tests.growth.blueprints.places import (
     FORM_PLANTINGS,
     PLANTINGS,

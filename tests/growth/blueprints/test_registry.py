@@ -12,11 +12,12 @@ from esper.growth.blueprints.registry import (
     Gated,
     blueprint,
     blueprints,
+    build,
     find,
     forget,
     make_module,
+    misfit,
 )
-from esper.growth.blueprints.seed import build, misfit
 from tests.growth.blueprints.places import residual
 
 VECTOR = residual(Layout.VECTOR, 6)

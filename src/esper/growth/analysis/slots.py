@@ -23,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from esper.contracts.errors import InvalidInputError, unknown
+from esper.contracts.messages import first_line
 from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
@@ -31,7 +32,6 @@ from esper.growth.analysis.host_layers import (
     why_no_layer,
 )
 from esper.growth.analysis.interlayer import Join, SavedSteps, describe_interlayer
-from esper.growth.analysis.macs import count_macs
 from esper.growth.analysis.tracing import (
     CHANNELS_LAST,
     MAX_TRAINING_CALLS,
@@ -41,13 +41,13 @@ from esper.growth.analysis.tracing import (
     batch_size,
     call,
     compare_training,
+    count_macs,
     isolated,
     path_modules,
     run_example,
     tensors_of,
 )
 from esper.growth.blueprints.geometry import Gate, Geometry, Layout, width
-from esper.growth.blueprints.registry import first_line
 
 ARROW: Final = "->"
 WILDCARDS: Final = frozenset("*?[")

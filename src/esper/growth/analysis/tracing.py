@@ -8,18 +8,22 @@ New hidden units fit between two layers if all steps between them are channel-wi
 tested: a channel-wise step gives the same output for a subset of the channels.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.errors import InvalidInputError
+from esper.contracts.messages import first_line
 from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
 from esper.growth.analysis.interlayer import (
     BATCH_SIZE,
@@ -31,7 +35,6 @@ from esper.growth.analysis.interlayer import (
     function_module,
 )
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.blueprints.registry import first_line
 
 SIGNAL_LAYERS: Final = (
     nn.Conv1d,
@@ -87,6 +90,29 @@ def eval_outputs(module: nn.Module, example: Example) -> list[Tensor]:
     """A module's output tensors on an example in eval mode, without side effects."""
     with isolated(module, training=False), torch.no_grad():
         return [tensor.clone() for tensor in tensors_of(call(module, example))]
+
+
+class _NoModules(nullcontext[None]):
+    """Replaces the counter's module tracker, which would hook every module."""
+
+    parents = ("Global",)
+
+
+def count_macs(run: Callable[[], object]) -> int:
+    """Multiply-adds of the matrix products and convolutions in a call."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    # The counter does not support fused kernels of attention and LSTMs.
+    with (
+        warnings.catch_warnings(action="ignore"),
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+        counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+    ):
+        run()
+    return int(counter.get_total_flops()) // 2
 
 
 def batch_size(example: Example) -> int:

@@ -29,11 +29,12 @@ from esper.growth.analysis.tracing import (
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import (
     UnsuitableError,
+    build,
     find,
+    misfit,
     seeded_random_state,
     try_out,
 )
-from esper.growth.blueprints.seed import build, misfit
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
 from esper.growth.seed_modules import host_parameters, seed_interlayer

@@ -14,9 +14,16 @@ r"""The forms: families of functions of the tensor at a slot's inlet.
 A form defines where it fits, its layers, and its forward pass. The last layer (`last`)
 is initialised to zero, so a new seed outputs zero. On a sequence every form is causal:
 `pool` is the mean up to each position. Samples of a batch are independent.
+
+Forms are made of affine maps. A `Layer` defines their parameter shapes, multiply-adds,
+initial weights and forward pass.
+
+    matrix        y = x W + b        W [inputs, outputs], channels last
+    convolution   y = W * x + b      W [outputs, inputs / groups, ...], channels first
+    diagonal      y = w x + b        w [outputs]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -26,9 +33,9 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper.contracts.blueprints import Form
+from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.blueprints.geometry import (
     Geometry,
     Kernel,
@@ -36,15 +43,133 @@ from esper.growth.blueprints.geometry import (
     convolved,
     spatial_shape,
 )
-from esper.growth.blueprints.layers import Layer, Params, neighbours, pointwise
 
-Layers = dict[str, Layer]
+Layers = dict[str, "Layer"]
+Params = Mapping[str, Tensor]
+CONVOLVE = {1: F.conv1d, 2: F.conv2d}
 InterlayerFn = Callable[..., Tensor]
 """The host's computation between two layers: hidden tensor, and gate if any."""
 Run = Callable[[str, Tensor], Tensor]
 """Applies one of a form's layers, by name."""
 BOTTLENECK_KERNEL: Final = 3
 MAX_ATTENTION_POSITIONS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One affine map, applied at some positions of each sample."""
+
+    inputs: int
+    outputs: int
+    positions: int = 1
+    """Output positions per sample."""
+    kernel: Kernel | None = None
+    """None for a matrix."""
+    causal: bool = False
+    """Whether it is a causal convolution over a sequence, channels last."""
+    groups: int = 1
+    bias: bool = True
+    diagonal: bool = False
+    """Whether it scales each channel separately."""
+    axes_behind: int = 0
+    """Axes after the channels in the input of a diagonal."""
+    split: tuple[int, ...] = ()
+    """Axes that a matrix splits its outputs into, such as heads."""
+    zero: bool = False
+    """Whether it is initialised to zero; the last layer of a form is."""
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        if self.diagonal:
+            return (self.outputs,)
+        if self.kernel is None:
+            return (self.inputs, *(self.split or (self.outputs,)))
+        return (self.outputs, self.inputs // self.groups, *self.kernel.size)
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs per output."""
+        if self.diagonal:
+            return 1
+        window = prod(self.kernel.size) if self.kernel else 1
+        return self.inputs // self.groups * window
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds per sample."""
+        return self.positions * self.outputs * self.fan_in
+
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Parameter shapes; the weight is called `name`, the bias `<name>_bias`."""
+        bias = {f"{name}_bias": (self.outputs,)} if self.bias else {}
+        return {name: self.weight_shape, **bias}
+
+    def init(self, name: str, generator: torch.Generator) -> dict[str, Tensor]:
+        """Initial parameters: zero, or uniform as in torch's own layers."""
+        bound = 0.0 if self.zero else self.fan_in**-0.5
+        params = {
+            key: torch.zeros(shape, dtype=torch.float32, device="cpu")
+            for key, shape in self.shapes(name).items()
+        }
+        for value in params.values() if bound else ():
+            value.uniform_(-bound, bound, generator=generator)
+        return params
+
+    def apply(
+        self, h: Float[Tensor, "..."], weight: Float[Tensor, "..."], bias: Tensor | None
+    ) -> Float[Tensor, "..."]:
+        """Apply the layer to a tensor; `split` adds axes to the output."""
+        if self.diagonal:
+            h = h * per_channel(weight, self.axes_behind)
+            return h if bias is None else h + per_channel(bias, self.axes_behind)
+        if self.kernel is None:
+            matrix = weight.flatten(1) if self.split else weight
+            mixed = F.linear(h, matrix.T, bias)
+            return mixed.unflatten(-1, self.split) if self.split else mixed
+        if self.causal:
+            h = F.pad(h.transpose(-1, -2), (self.kernel.size[0] - 1, 0))
+        window = (self.kernel.stride, self.kernel.padding, self.kernel.dilation)
+        convolve = CONVOLVE[len(self.kernel.size)]
+        result = convolve(h, weight, bias, *window, self.groups)
+        return result.transpose(-1, -2) if self.causal else result
+
+
+def pointwise(
+    at: Geometry, inputs: int, outputs: int, *, bias: bool = True, zero: bool = False
+) -> Layer:
+    """A layer that mixes channels at each position: a matrix, or a 1x1 convolution."""
+    axes = at.outlet_layout.axes_behind
+    return Layer(
+        inputs=inputs,
+        outputs=outputs,
+        positions=at.outlet_positions,
+        kernel=Kernel.same(1, axes) if axes else None,
+        bias=bias,
+        zero=zero,
+    )
+
+
+def neighbours(
+    at: Geometry, width: int, size: int, *, groups: int = 1, zero: bool = False
+) -> Layer:
+    """A convolution over positions that keeps their number."""
+    causal = at.outlet_layout is Layout.SEQUENCE
+    unpadded = Kernel((size,), (1,), (0,), (1,))
+    return Layer(
+        inputs=width,
+        outputs=width,
+        positions=at.outlet_positions,
+        kernel=unpadded if causal else Kernel.same(size, at.outlet_layout.axes_behind),
+        causal=causal,
+        groups=groups,
+        zero=zero,
+    )
+
+
+def per_channel(vector: Float[Tensor, " channel"], axes_behind: int) -> Tensor:
+    """Reshape a vector to broadcast over a tensor with axes after its channels."""
+    return vector.reshape(-1, *(1,) * axes_behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,3 +522,72 @@ FORMS: Final[Mapping[Form, FormSpec]] = MappingProxyType(
         ),
     }
 )
+
+
+class FormSeed(nn.Module):
+    """A built-in form as a module."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        geometry: Geometry,
+        params: dict[str, Tensor],
+        interlayer: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+        self.geometry = geometry
+        self.weights = nn.ParameterDict(params)
+        self.interlayer = interlayer
+        self.cross = nn.ParameterDict()
+        """Weights between its units and those of older seeds at neighbouring spans,
+        `from_<slot>` and `into_<slot>`."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether it has hidden units between two layers of the host."""
+        return self.blueprint.form is Form.WIDEN
+
+    def forward(
+        self,
+        h: Float[Tensor, "..."],
+        fed: Sequence[Tensor] = (),
+        kept: list[Tensor] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """The seed's output from the tensor at the inlet.
+
+        `fed` is added to its hidden units. `kept` collects its units, as the last layer
+        reads them.
+        """
+        weights, size = dict(self.weights.items()), self.blueprint.size
+
+        def interlayer(hidden: Tensor, *gates: Tensor) -> Tensor:
+            for more in fed:
+                hidden = hidden + more
+            units: Tensor = self.interlayer(hidden, *gates)
+            if kept is not None:
+                kept.append(units)
+            return units
+
+        form = FORMS[self.blueprint.form]
+        return form.apply(weights, h, self.geometry, size, interlayer)
+
+    def feed(
+        self, slot: int, above: Mapping[int, tuple["FormSeed", Tensor]]
+    ) -> list[Tensor]:
+        """What units of seeds at the previous span add to its first layer."""
+        fed = []
+        for other, (seed, units) in above.items():
+            sizes = seed.blueprint.size, self.blueprint.size
+            weight = self.block(slot, other, seed)
+            fed.append(cross_layer(seed.geometry, *sizes).apply(units, weight, None))
+        return fed
+
+    def block(self, slot: int, other: int, above: "FormSeed") -> Tensor:
+        """The weights from the units of a seed above; the younger seed owns them."""
+        weight: Tensor | None = self.cross.get(f"from_{other}")
+        return above.cross[f"into_{slot}"] if weight is None else weight
+
+    def extra_repr(self) -> str:
+        """The blueprint's name."""
+        return self.blueprint.name

@@ -8,12 +8,16 @@ A factory returns a module for a geometry. The module is tested on random inputs
 it is planted; if its output is not zero, a gate that starts at zero is added. A factory
 runs as code of this process: register only trusted ones. Loading a saved network calls
 it on torch's meta device first, to compare sizes.
+
+`build` returns a seed of any blueprint for a geometry, in float32 on the CPU; planting
+moves it to its host. `misfit` tells why it does not fit, and `cost` what it costs.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +27,10 @@ from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import InvalidInputError, unknown
+from esper.contracts.messages import first_line
+from esper.growth.analysis.tracing import count_macs
+from esper.growth.blueprints.forms import FORMS, FormSeed, per_channel
 from esper.growth.blueprints.geometry import Geometry, Layout
-from esper.growth.blueprints.layers import per_channel
 
 Factory = Callable[[Geometry], nn.Module]
 Fits = Callable[[Geometry], str]
@@ -139,6 +145,68 @@ def make_module(
     if not gated:
         return module
     return Gated(module, geometry.outlet_width, geometry.outlet_layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Parameters and multiply-adds per sample."""
+
+    parameters: int
+    macs: int
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """The sum of two costs."""
+        return Cost(self.parameters + other.parameters, self.macs + other.macs)
+
+
+def build(
+    blueprint: Blueprint,
+    geometry: Geometry,
+    generator: torch.Generator,
+    interlayer: nn.Module,
+    gated: bool | None = None,
+) -> nn.Module:
+    """A new seed with zero output, initialised from `generator`.
+
+    Only WIDEN uses `interlayer`, the steps between the two layers of a span; pass a
+    copy if it has state. For `gated` see `make_module`.
+    """
+    if blueprint.form is Form.CUSTOM:
+        return make_module(blueprint.name, geometry, generator, gated)
+    params = FORMS[blueprint.form].init(geometry, blueprint.size, generator)
+    return FormSeed(blueprint, geometry, params, interlayer)
+
+
+def misfit(blueprint: Blueprint, geometry: Geometry) -> str:
+    """Why a blueprint does not fit a geometry; empty if it does."""
+    if blueprint.form is Form.CUSTOM:
+        fits = registered(blueprint.name).fits
+        return "" if fits is None else fits(geometry)
+    if blueprint.size < 1 and not blueprint.share:
+        return f"needs a size of at least 1, it is {blueprint.size}"
+    return FORMS[blueprint.form].fits(geometry, blueprint.size)
+
+
+def cost(blueprint: Blueprint, geometry: Geometry) -> Cost:
+    """Parameters and multiply-adds of a blueprint at a geometry that it fits."""
+    if blueprint.form is Form.CUSTOM:
+        factory = registered(blueprint.name).factory
+        return _custom_cost(blueprint.name, factory, geometry)
+    spec = FORMS[blueprint.form]
+    shapes = spec.shapes(geometry, blueprint.size).values()
+    parameters = sum(torch.Size(shape).numel() for shape in shapes)
+    return Cost(parameters, spec.macs(geometry, blueprint.size))
+
+
+@lru_cache(maxsize=256)
+def _custom_cost(name: str, factory: Factory, geometry: Geometry) -> Cost:
+    """Cost of a custom module, by building and running it; `factory` is a cache key."""
+    del factory
+    module = make_module(name, geometry, torch.Generator().manual_seed(0)).eval()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    # Elementwise products are not counted: assume at least one per parameter.
+    one = torch.zeros(1, *geometry.inlet_shape)
+    return Cost(parameters, max(count_macs(lambda: module(one)), parameters))
 
 
 class UnsuitableError(Exception):
@@ -262,9 +330,3 @@ def _same(one: Factory, other: Factory) -> bool:
     # A closure may hold other values with the same code.
     same = codes[0] == codes[1] and defaults[0] == defaults[1]
     return same and codes[0] is not None and not any(closures)
-
-
-def first_line(error: Exception) -> str:
-    """An error's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else repr(error)

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 
 from esper.contracts.blueprints import Blueprint
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.contracts.messages import first_line
 from esper.growth.analysis.host_layers import restore_sizes, units_of
 from esper.growth.analysis.interlayer import every_step, new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import Example, eval_outputs
-from esper.growth.blueprints.registry import first_line
-from esper.growth.blueprints.seed import build
+from esper.growth.blueprints.registry import build
 from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.saving.folding import ActiveSeed, fold, linked_seeds, why_not
 from esper.growth.saving.saved_topology import NAME

@@ -26,8 +26,8 @@ from esper.growth.analysis.host_layers import (
 )
 from esper.growth.analysis.interlayer import NORMS, every_step
 from esper.growth.analysis.slots import InsertionPoint
+from esper.growth.blueprints.forms import FormSeed
 from esper.growth.blueprints.geometry import Geometry
-from esper.growth.blueprints.seed import FormSeed
 from esper.growth.hooks import ADD, Branch
 
 

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.growth.analysis.macs import count_macs
+from esper.growth.analysis.tracing import count_macs
 from esper.growth.blueprints.forms import FORMS
 from esper.growth.blueprints.geometry import Layout
-from esper.growth.blueprints.registry import blueprint, forget
-from esper.growth.blueprints.seed import build, cost, misfit
+from esper.growth.blueprints.registry import blueprint, build, cost, forget, misfit
 from tests.growth.blueprints.places import NAMES, PLANTINGS, SpanMiddle, residual
 
 VECTOR = residual(Layout.VECTOR, 6)
