@@ -11,10 +11,11 @@ the same for a task and writes a `torch.export` program, which loads without Esp
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,8 +26,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from esper.contracts.errors import InvalidInputError, StorageError, unknown
+from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.messages import first_line, short
+from esper.files import Disk, publish
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, isolated
 from esper.growth.history import GrowthDecision
@@ -349,16 +351,9 @@ def write(model: nn.Module, task: "Task", out: Path) -> None:
     # With seeds that cannot be merged, `forward` takes *args.
     given = (shapes,) if Parameter.VAR_POSITIONAL in kinds else shapes
     program = torch.export.export(model, (example,), dynamic_shapes=given)
-    temporary = out.with_name(f".esper-{os.getpid()}.pt2")
-    try:
-        torch.export.save(program, temporary)
-        os.replace(temporary, out)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
-        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise StorageError(f"cannot write {short(out)}: {why:.99}.") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    data = BytesIO()
+    torch.export.save(program, data)
+    publish(Disk(), out, data.getvalue())
 
 
 def _parts(data: "Data") -> list[tuple[Tensor, Tensor]]:

@@ -329,23 +329,22 @@ def shadow_gradients(
     flow: Flow,
     model: nn.Module,
     learning: Sequence[nn.Parameter],
-    frozen: Sequence[nn.Module] | None = None,
+    frozen: Sequence[nn.Module],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Loss with the training seeds at alpha 1, and its gradients to `learning`.
 
-    No other tensor of the `frozen` modules (None: all of `model`) changes.
+    No other tensor of the `frozen` modules changes.
     """
-    modules = [*model.modules()] if frozen is None else frozen
     mine = {id(p) for p in learning}
     others = [
         p
-        for module in modules
+        for module in frozen
         for p in module._parameters.values()
         if p is not None and p.requires_grad and id(p) not in mine
     ]
     with (
         flow.using(shadow=True),
-        swapped_buffers(modules),
+        swapped_buffers(frozen),
         kept_randomness(model),
         _without_gradients(others),
         torch.enable_grad(),

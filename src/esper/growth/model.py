@@ -195,12 +195,10 @@ class GrowingModel(nn.Module, NamedOps):
         take_over: bool = False,
     ) -> None:
         super().__init__()
-        if seeds_per_slot < 1:
-            raise InvalidInputError(
-                f"seeds_per_slot must be at least 1, got {seeds_per_slot}."
-            )
-        if tick < 1:
-            raise InvalidInputError(f"tick must be at least 1 batch, got {tick}.")
+        check_number("seeds_per_slot", seeds_per_slot, least=1)
+        check_number("tick", tick, least=1)
+        check_number("min_age", min_age, least=0)
+        check_number("rng_seed", rng_seed, least=0)
         if isinstance(blueprints, str):
             raise InvalidInputError(
                 f"blueprints must be a list of names, got {blueprints!r}."
@@ -609,6 +607,19 @@ class GrowingModel(nn.Module, NamedOps):
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         return self.act(self.encode(op, slot, **choices))
+
+
+def check_number(
+    name: str, value: object, least: int, *, most: float = inf, whole: bool = True
+) -> None:
+    """Raise if an argument is not a number of at least `least`."""
+    kind = int if whole else int | float
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind or not least <= value <= most:  # type: ignore[operator]
+        what = "whole number" if whole else "number"
+        raise InvalidInputError(
+            f"{name} must be a {what} of at least {least}, got {value!r}."
+        )
 
 
 def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:

@@ -294,15 +294,10 @@ def _check_optimizer(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}. "
             "Build one over the host's parameters first."
         )
-    if isinstance(optimizer, LBFGS):
+    if isinstance(optimizer, LBFGS | SparseAdam):
         raise InvalidInputError(
-            "LBFGS keeps one flat history of all parameters, so none can be added. "
-            "Use a first-order optimiser such as AdamW."
-        )
-    if isinstance(optimizer, SparseAdam):
-        raise InvalidInputError(
-            "SparseAdam takes sparse gradients only and seeds have dense ones. "
-            "Use Adam."
+            f"no parameter can be added to {type(optimizer).__name__}. Use a "
+            "first-order optimiser for dense gradients, such as AdamW."
         )
     seen: set[Tensor] = set()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

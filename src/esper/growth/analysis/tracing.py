@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.errors import InvalidInputError
@@ -62,6 +62,19 @@ def call(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
     if isinstance(example, tuple):
         return host(*example)
     return host(example)
+
+
+def example_like(example: Example, like: Tensor) -> Example:
+    """The example on the device of `like`, floating-point tensors in its dtype."""
+
+    def moved(leaf: Any) -> Any:  # noqa: ANN401
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kind = like.dtype if leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device=like.device, dtype=kind)
+
+    alike: Example = tree_map(moved, example)
+    return alike
 
 
 def run_example(host: nn.Module, example: Example) -> Any:  # noqa: ANN401

@@ -16,13 +16,13 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from esper.contracts.errors import InvalidInputError
 from esper.growth.analysis.tracing import (
     Example,
     call,
     eval_outputs,
+    example_like,
     isolated,
     tensors_of,
 )
@@ -81,8 +81,9 @@ def check_blueprint(
 
 def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str:
     """Run every check in one slot; returns why the blueprint does not fit there."""
-    exact = tree_map(_double, example)
-    model = GrowingModel(deepcopy(host).double(), [slot], exact, blueprints=[name])
+    host = deepcopy(host).double()
+    exact = example_like(example, next(host.parameters()))
+    model = GrowingModel(host, [slot], exact, blueprints=[name])
     blueprint, place = find(name), model.place(0)
     try:
         if reason := misfit(blueprint, place.geometry):
@@ -194,12 +195,6 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a, b) for a, b in zip(one, other, strict=True)
     )
-
-
-def _double(leaf: object) -> object:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        return leaf.double()
-    return leaf
 
 
 def _normal(shape: tuple[int, ...], rng_seed: int) -> Tensor:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
 
 from esper.contracts.blueprints import Blueprint
 from esper.contracts.errors import InvalidInputError, InvalidStateError
@@ -24,7 +23,7 @@ from esper.contracts.messages import first_line
 from esper.growth.analysis.host_layers import restore_sizes, units_of
 from esper.growth.analysis.interlayer import every_step, new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
-from esper.growth.analysis.tracing import Example, eval_outputs
+from esper.growth.analysis.tracing import Example, eval_outputs, example_like
 from esper.growth.blueprints.registry import build
 from esper.growth.hooks import ADD, Branch, SlotHooks
 from esper.growth.saving.folding import ActiveSeed, fold, linked_seeds, why_not
@@ -45,7 +44,8 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
     """
     active = _active_seeds(model)
     names = {module: name for name, module in model.host.named_modules()}
-    example = _suited(model.example, model.host)
+    like = next(p for p in model.host.parameters() if p.is_floating_point())
+    example = example_like(model.example, like)
     expected = eval_outputs(model, example)
 
     def attempt(refused: Mapping[str, str]) -> tuple[nn.Module, str]:
@@ -196,20 +196,6 @@ def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
                 )
             active.append(ActiveSeed(slot, name, hooks.place, branch))
     return active
-
-
-def _suited(example: Example, host: nn.Module) -> Example:
-    """The example on the device and in the dtype of the host."""
-    like = next(p for p in host.parameters() if p.is_floating_point())
-
-    def moved(leaf: Any) -> Any:  # noqa: ANN401
-        if not isinstance(leaf, Tensor):
-            return leaf
-        kind = like.dtype if leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device=like.device, dtype=kind)
-
-    suited: Example = tree_map(moved, example)
-    return suited
 
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
