@@ -199,11 +199,6 @@ BAD = {
     ),
     "slots": (dict(slots=["0->3"]), "the host has no module '3'; did you mean"),
     "controller": (dict(controller="erly"), "did you mean 'early'?"),
-    "option": (
-        dict(blueprint=["widen_8"]),
-        "fit has no option 'blueprint'; did you mean 'blueprints'?",
-    ),
-    "decisions": (dict(decisions=5), "fit makes one decision per epoch"),
     "mode": (dict(mode="min"), "mode belongs to your own metric"),
     "rate": (dict(learning_rate=0.0), "learning_rate must be positive, got 0.0."),
     "no model": (dict(model=nn.ReLU()), "an nn.Module with parameters, got ReLU"),

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from esper.contracts.errors import InvalidInputError, unknown
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import first_line, short
 from esper.files import Disk, publish
 from esper.grower import Grower
@@ -103,7 +103,10 @@ def fit(
     """
     if epochs < 1:
         raise InvalidInputError(f"epochs must be at least 1, got {epochs}.")
-    _refuse_unknown(options, own_metric=metric is not None)
+    if metric is None and "mode" in options:
+        raise InvalidInputError(
+            "mode belongs to your own metric. Pass both or neither."
+        )
     x, y = _first(train_loader, "train_loader", model)
     classes = _has_classes(model, loss, x, y, "train_loader")
     held_out = _first(val_loader, "val_loader", model)
@@ -256,21 +259,6 @@ def _has_classes(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -
 
 def _shape(value: object) -> str:
     return f"{[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _refuse_unknown(options: dict[str, Any], *, own_metric: bool) -> None:
-    known = {*signature(Grower).parameters} - {"model", "decisions"}
-    for option in options:
-        if option == "decisions":
-            raise InvalidInputError(
-                "fit makes one decision per epoch. Leave decisions out."
-            )
-        if option == "mode" and not own_metric:
-            raise InvalidInputError(
-                "mode belongs to your own metric. Pass both or neither."
-            )
-        if option not in known:
-            raise unknown("fit has no option", option, known)
 
 
 class ShuffledBatches:

@@ -140,7 +140,7 @@ class GrowCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Restore the module's own `training_step`."""
-        pl_module.__dict__.pop("training_step", None)
+        self.on_fit_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the Grower's state that Lightning does not save."""

@@ -500,13 +500,10 @@ def _with_dropouts(
     steps: Sequence[TraceStep], trained: Sequence[TraceStep]
 ) -> list[TraceStep] | None:
     """Eval-mode steps with the dropouts of training mode; None if others differ."""
-    plain = [step for step in steps if not _is_dropout(step)]
+    plain = iter([step for step in steps if not _is_dropout(step)])
     made: list[TraceStep] = []
     for step in trained:
-        if _is_dropout(step):
-            made.append(step)
-            continue
-        own = plain.pop(0) if plain else None
+        own = step if _is_dropout(step) else next(plain, None)
         if own is None or _identity(own) != _identity(step):
             return None
         if isinstance(own.module, Join):
@@ -516,7 +513,7 @@ def _with_dropouts(
             joint = own.module.with_branch(one.module for one in branch)
             own = replace(own, module=joint, branch=branch)
         made.append(own)
-    return None if plain else made
+    return made if next(plain, None) is None else None
 
 
 def _is_dropout(step: TraceStep) -> bool:
