@@ -37,6 +37,7 @@ from esper.growth.analysis.tracing import (
     MAX_TRAINING_CALLS,
     SIGNAL_LAYERS,
     Example,
+    NoSpanError,
     Trace,
     batch_size,
     call,
@@ -274,10 +275,11 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
                 f"{outlet.shape[0]}; inlet and outlet must share the batch."
             )
         inlet_layout = _layout(inlet, first, first, site.inlet)
-    span: _Span = (), (), {"why_no_span": "the slot does not span two layers"}
-    if not site.residual and site.inlet != site.outlet:
-        span = _span(site, trace, inlet_layout)
-    interlayer, recipe, facts = span
+    try:
+        interlayer, facts = _span(site, trace, inlet_layout)
+        steps = [step.module for step in trace.paths[first].steps]
+    except NoSpanError as error:
+        interlayer, facts, steps = (), {"why_no_span": str(error)}, []
     return InsertionPoint(
         site=site,
         geometry=Geometry(
@@ -291,7 +293,7 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         inlet=first,
         outlet=second,
         interlayer=interlayer,
-        recipe=recipe,
+        recipe=describe_interlayer(steps, trace.names),
         depth=min(1.0, written.order / max(1, trace.leaves)),
         in_mlp=_is_mlp(trace),
     )
@@ -313,44 +315,43 @@ def _gate(interlayer: Iterable[nn.Module]) -> str:
     return next((m.layer for m in interlayer if isinstance(m, Join)), "")
 
 
-_Span = tuple[tuple[nn.Module, ...], SavedSteps, dict[str, Any]]
-"""The steps between two layers, as plain data too, and their part of the geometry."""
-
-
-def _span(site: Site, trace: Trace, layout: Layout) -> _Span:
-    modules, path = trace.modules, trace.paths.get(trace.modules[site.inlet])
-    first, second = modules[site.inlet], modules[site.outlet]
-    whys = ((end, why_no_layer(modules[end])) for end in (site.inlet, site.outlet))
-    problem = next((f"{end!r} {why}" for end, why in whys if why), "")
-    if problem or path is None:
-        problem = problem or f"{site.inlet!r} does not return one tensor"
-        return (), (), {"why_no_span": problem}
-    units = units_of(first)
-    interlayer, problem = path_modules(path, units, layout)
-    reader = path.reader and trace.names[path.reader]
-    if not problem and reader != site.outlet:
-        problem = "no channel-wise path leads from the first layer to the second"
-        problem = f"{reader!r} reads the first layer's output" if reader else problem
+def _span(
+    site: Site, trace: Trace, layout: Layout
+) -> tuple[tuple[nn.Module, ...], dict[str, Any]]:
+    """The steps between two layers, and their part of the geometry."""
+    if site.residual or site.inlet == site.outlet:
+        raise NoSpanError("the slot does not span two layers")
+    first, second = trace.modules[site.inlet], trace.modules[site.outlet]
+    for module in (first, second):
+        if why := why_no_layer(module):
+            raise NoSpanError(f"{trace.names[module]!r} {why}")
+    path, units = trace.paths.get(first), units_of(first)
+    if path is None:
+        raise NoSpanError(f"{site.inlet!r} does not return one tensor")
+    interlayer = path_modules(path, units, layout)
+    if path.reader is None:
+        raise NoSpanError("no channel-wise path leads to the second layer")
+    if path.reader is not second:
+        reader = trace.names[path.reader]
+        raise NoSpanError(f"{reader!r} reads the first layer's output")
     gate = _gate(interlayer)
     if gate and trace.records[gate].calls != 1:
-        problem = f"the gate {gate!r} is called more than once"
-    differs = path.differs or (path.joined.differs if path.joined else "")
-    if differs and not problem:
+        raise NoSpanError(f"the gate {gate!r} is called more than once")
+    if differs := path.differs or (path.joined.differs if path.joined else ""):
         raise InvalidInputError(
             f"slot {site.name!r} works in eval mode only: in training mode {differs}. "
             "Use the same computation in both modes."
         )
-    if problem:
-        return (), (), {"why_no_span": problem}
     shape, unit_inputs = tuple(trace.records[site.outlet].inputs.shape[1:]), 1
     if kernel_of(second) is None and layout.channels_first:
         unit_inputs = shape[-1] // units
     elif width(shape, layout) != units:
-        problem = "the channels of the first layer do not reach the second"
-        return (), (), {"why_no_span": problem}
-    recipe = describe_interlayer([step.module for step in path.steps], trace.names)
-    facts = {"spans": True, "hidden_shape": shape, "unit_inputs": unit_inputs}
-    return interlayer, recipe, facts
+        raise NoSpanError("the channels of the first layer do not reach the second")
+    return interlayer, {
+        "spans": True,
+        "hidden_shape": shape,
+        "unit_inputs": unit_inputs,
+    }
 
 
 def layer_facts(

@@ -531,21 +531,19 @@ def _identity(step: TraceStep) -> object:
     return id(module)
 
 
-def path_modules(
-    path: Path, width: int, layout: Layout
-) -> tuple[tuple[nn.Module, ...], str]:
-    """The path as modules, and why units cannot be added ("" if they can)."""
-    problem = path.problem or (path.joined.problem if path.joined else "")
-    modules: list[nn.Module] = []
-    for step in path.steps:
-        if not problem:
-            module, problem = _step_module(step, width, layout)
-            modules.append(module)
-    return (() if problem else tuple(modules)), problem
+class NoSpanError(Exception):
+    """Why new units do not fit between two layers."""
 
 
-def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module, str]:
-    """A step as a new module, and why units cannot pass it ("" if they can)."""
+def path_modules(path: Path, width: int, layout: Layout) -> tuple[nn.Module, ...]:
+    """The path as modules; raises a `NoSpanError` if units cannot be added."""
+    if problem := path.problem or (path.joined.problem if path.joined else ""):
+        raise NoSpanError(problem)
+    return tuple(_step_module(step, width, layout) for step in path.steps)
+
+
+def _step_module(step: TraceStep, width: int, layout: Layout) -> nn.Module:
+    """A step as a new module."""
     module, problem = step.module, ""
     function = module.function if isinstance(module, Join) else module
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
@@ -557,16 +555,15 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> tuple[nn.Module
     elif isinstance(function, FunctionModule) and not function.copyable:
         problem = "cannot be copied; use a torch function with plain arguments"
     elif isinstance(module, Join):
-        made = [_step_module(inner, width, layout) for inner in step.branch]
-        problem = next((why for _, why in made if why), "")
-        if problem:
-            return module, problem
-        module = module.with_branch(inner for inner, _ in made)
+        inner = (_step_module(one, width, layout) for one in step.branch)
+        module = module.with_branch(inner)
         problem = _why_not_channelwise(module.function, step, width, layout)
     else:
         module = deepcopy(module)
         problem = _why_not_channelwise(module, step, width, layout)
-    return module, f"{step.name} between the layers {problem}" if problem else ""
+    if problem:
+        raise NoSpanError(f"{step.name} between the layers {problem}")
+    return module
 
 
 def _why_not_channelwise(
