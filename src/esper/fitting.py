@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import first_line, short
+from esper.contracts.messages import described, short
 from esper.files import Disk, publish
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, isolated
@@ -240,14 +240,14 @@ def _has_classes(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -
         except Exception as error:
             raise InvalidInputError(
                 f"the model cannot be called with the x {[*x.shape]} of {who}: "
-                f"{first_line(error)}."
+                f"{described(error)}."
             ) from error
         try:
             value = loss(output, y)
         except Exception as error:
             raise InvalidInputError(
                 f"the loss failed on the model's output {_shape(output)} and y "
-                f"{[*y.shape]} ({y.dtype}) of {who}: {first_line(error)}."
+                f"{[*y.shape]} ({y.dtype}) of {who}: {described(error)}."
             ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise InvalidInputError(

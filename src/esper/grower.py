@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 
 from esper.contracts.actions import HEAD, ActionMasks, Op
 from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
@@ -461,7 +461,7 @@ class Grower(NamedOps):
             raise
         except Exception as error:
             raise InvalidInputError(
-                f"this saved Grower cannot be loaded: {first_line(error)}"
+                f"this saved Grower cannot be loaded: {described(error)}"
             ) from error
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import first_line, short
+from esper.contracts.messages import described, short
 from esper.files import Disk, open_regular, publish, require_readable
 from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, kept_randomness
@@ -228,7 +228,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
                 saved = torch.load(stream, weights_only=True)
         except Exception as error:
             raise InvalidInputError(
-                f"{STATE_FILE} of the checkpoint cannot be read ({first_line(error)}). "
+                f"{STATE_FILE} of the checkpoint cannot be read ({described(error)}). "
                 "Pass its folder: GrowCallback(checkpoint=...)."
             ) from error
         about = f"{short(folder)}/{STATE_FILE}"

@@ -38,17 +38,11 @@ def quoted(value: object) -> str:
 def described(error: BaseException) -> str:
     """Type and message of a foreign error, in one line."""
     try:
-        text = " ".join(str(error)[:1_000].split())
+        text = " ".join(str(error)[:1_000].split()).rstrip(".")
     except Exception:
         text = "no message"
     name = type(error).__name__
     return one_line(f"{name}: {text}" if text else name, 120)
-
-
-def first_line(error: Exception) -> str:
-    """An error's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else repr(error)
 
 
 def short(path: Path) -> str:

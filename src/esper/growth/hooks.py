@@ -25,7 +25,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.analysis.tracing import first_tensor, kept_randomness, swapped_buffers
 from esper.growth.blueprints.forms import FormSeed
@@ -231,7 +231,7 @@ class SlotHooks:
                 owner = self.flow.owner
                 if owner is None or owner.surgery is None:  # without a Grower
                     raise
-                self.flow.failed[slot] = f"its forward failed ({first_line(error)})"
+                self.flow.failed[slot] = f"its forward failed ({described(error)})"
                 continue
             result = result + delta if branch.style == ADD else result * (1 + delta)
         self.above.pop(thread, None)

@@ -187,16 +187,6 @@ class OptimizerSurgery:
             if call is not None:
                 call()
 
-    def _refuse_other(self, optimizer: Optimizer) -> None:
-        """Raise if another optimiser trains the same parameters."""
-        for parameter in (p for g in optimizer.param_groups for p in g["params"]):
-            name = self._host.get(parameter) or self.joined.get(parameter)
-            if name:
-                raise InvalidStateError(
-                    f"another optimiser than the Grower's steps {name!r}. Build the "
-                    "Grower with the one that is used, or call detach() first."
-                )
-
     def _after_step(self, *_: object) -> None:
         if self.after_step is not None:
             self.after_step()
@@ -273,12 +263,22 @@ class OptimizerSurgery:
 
 
 def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
-    """Hook for all optimisers; it holds only a weak reference."""
+    """Hook for all optimisers that refuses others that train the same parameters.
+
+    It holds only a weak reference.
+    """
 
     def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
         surgery = owner()
-        if surgery is not None and optimizer is not surgery.optimizer:
-            surgery._refuse_other(optimizer)
+        if surgery is None or optimizer is surgery.optimizer:
+            return
+        for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+            name = surgery._host.get(parameter) or surgery.joined.get(parameter)
+            if name:
+                raise InvalidStateError(
+                    f"another optimiser than the Grower's steps {name!r}. Build the "
+                    "Grower with the one that is used, or call detach() first."
+                )
 
     return guard
 

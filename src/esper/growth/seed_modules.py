@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.contracts.errors import InvalidInputError, unknown
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.contracts.stages import Stage
 from esper.files import FORMAT
 from esper.growth import lifecycle
@@ -472,7 +472,7 @@ class SeedModules(nn.ModuleDict):
             raise
         except Exception as error:
             raise InvalidInputError(
-                f"the saved seeds cannot be built: {first_line(error)}"
+                f"the saved seeds cannot be built: {described(error)}"
             ) from error
         check_tensors(self.host, outlines, state, prefix)
         return topology

@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from esper.contracts.errors import InvalidInputError, unknown
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
@@ -406,7 +406,9 @@ def _layout(
     tensor: Tensor, module: nn.Module, leaf: nn.Module | None, name: str
 ) -> Layout:
     """Layout of a tensor at a module, from the type of the last layer before it."""
-    last = isinstance(leaf, CHANNELS_LAST) or _is_matrix(leaf)
+    kind = None if leaf is None else kind_of(leaf)
+    matrix = kind is not None and not kind.convolves
+    last = matrix or isinstance(leaf, CHANNELS_LAST)
     if tensor.dim() >= 4 and leaf is module and last:
         return Layout.GRID
     layouts = {2: Layout.VECTOR, 3: Layout.SEQUENCE, 4: Layout.IMAGE}
@@ -420,11 +422,6 @@ def _layout(
     if layout is Layout.SEQUENCE and isinstance(leaf, SIGNAL_LAYERS):
         return Layout.SIGNAL
     return layout
-
-
-def _is_matrix(leaf: nn.Module | None) -> bool:
-    kind = None if leaf is None else kind_of(leaf)
-    return kind is not None and not kind.convolves
 
 
 def without_gradient(
@@ -459,7 +456,7 @@ def without_gradient(
                         found = torch.autograd.grad(total, given, allow_unused=True)
             except RuntimeError as error:
                 raise InvalidInputError(
-                    f"the host's backward pass fails: {first_line(error)}"
+                    f"the host's backward pass fails: {described(error)}"
                 ) from error
             for name, gradient in zip(offsets, found, strict=True):
                 reached[name] = gradient is not None
@@ -523,7 +520,7 @@ def suggest_slots(
         except InvalidInputError as error:
             skipped[name] = str(error).removesuffix(".")
         except Exception as error:  # user code: skip the layer, not the whole host
-            skipped[name] = f"analysing it failed, {first_line(error)}"
+            skipped[name] = f"analysing it failed, {described(error)}"
     found = _wanted(model, found, example, reject, skipped)
     if not found:
         parallel = [*_parallel_points(model, called, trace)]

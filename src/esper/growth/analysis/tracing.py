@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
 from esper.growth.analysis.interlayer import (
     BATCH_SIZE,
@@ -83,7 +83,7 @@ def run_example(host: nn.Module, example: Example) -> Any:  # noqa: ANN401
         return call(host, example)
     except Exception as error:
         raise InvalidInputError(
-            f"the host cannot be called with the example: {first_line(error)}"
+            f"the host cannot be called with the example: {described(error)}"
         ) from error
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.errors import InvalidInputError, unknown
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.growth.analysis.tracing import count_macs
 from esper.growth.blueprints.forms import FORMS, FormSeed, per_channel
 from esper.growth.blueprints.geometry import Geometry, Layout
@@ -218,7 +218,7 @@ def _attempt(what: str, call: Callable[[Any], Any], given: object) -> Any:  # no
     try:
         return call(given)
     except Exception as error:
-        raise UnsuitableError(f"{what}: {first_line(error)}") from error
+        raise UnsuitableError(f"{what}: {described(error)}") from error
 
 
 def _check_module(module: object) -> None:

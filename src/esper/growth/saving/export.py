@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from esper.contracts.blueprints import Blueprint
 from esper.contracts.errors import InvalidInputError, InvalidStateError
-from esper.contracts.messages import first_line
+from esper.contracts.messages import described
 from esper.growth.analysis.host_layers import restore_sizes, units_of
 from esper.growth.analysis.interlayer import every_step, new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
@@ -112,7 +112,7 @@ def _fold_and_compare(
         fold(host, names, seeds)
         return _difference(expected, eval_outputs(host, example))
     except Exception as error:  # the host may be any code
-        return f"it would fail, {first_line(error)}"
+        return f"it would fail, {described(error)}"
 
 
 class Branches(nn.ModuleDict):
@@ -149,7 +149,7 @@ def _copy_host(
         host = deepcopy(model.host)
     except Exception as error:
         raise InvalidInputError(
-            f"the host cannot be copied: {first_line(error)}."
+            f"the host cannot be copied: {described(error)}."
         ) from error
     grown = grown_part(host)
     assert grown is not None
