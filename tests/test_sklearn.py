@@ -41,7 +41,7 @@ def digits(rows=300):
 @pytest.mark.parametrize("kind", [GrowingClassifier, GrowingRegressor])
 def test_counts_below_one_are_refused_in_one_line(kind, name, value):
     x, y = np.ones((30, 2)), np.arange(30) % 2
-    line = f"^{name} must be an integer of at least 1, got {value}\\.$"
+    line = f"^{name} must be a whole number of at least 1, got {value}\\.$"
     with pytest.raises(ValueError, match=line):
         kind(**{name: value}).fit(x, y)
 

@@ -107,10 +107,8 @@ def fit(
         raise InvalidInputError(
             "mode belongs to your own metric. Pass both or neither."
         )
-    x, y = _first(train_loader, "train_loader", model)
-    classes = _has_classes(model, loss, x, y, "train_loader")
-    held_out = _first(val_loader, "val_loader", model)
-    _has_classes(model, loss, *held_out, "val_loader")
+    x, classes = _tried(train_loader, "train_loader", model, loss)
+    _tried(val_loader, "val_loader", model, loss)
     schedule = None
     if optimizer is None:
         if not learning_rate > 0.0:
@@ -214,8 +212,10 @@ def _batches(
         yield x.to(device), y.to(device)
 
 
-def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """The first pair (x, y) of a loader."""
+def _tried(
+    loader: Batches, who: str, model: nn.Module, loss: Loss
+) -> tuple[Tensor, bool]:
+    """Try model and loss on the first batch; its x, and whether its y holds classes."""
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise InvalidInputError(
             f"model must be an nn.Module with parameters, got {type(model).__name__}."
@@ -225,15 +225,11 @@ def _first(loader: Batches, who: str, model: nn.Module) -> tuple[Tensor, Tensor]
             f"{who} must be a DataLoader or a list of batches, got "
             f"{type(loader).__name__}. It is iterated over once per epoch."
         )
-    for x, y in _batches(loader, who, model):
-        if not len(x):
-            raise InvalidInputError(f"{who} yields an empty batch {[*x.shape]}.")
-        return x, y
-    raise InvalidInputError(f"{who} is empty. Pass at least one batch (x, y).")
-
-
-def _has_classes(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -> bool:
-    """Try model and loss on a batch; whether y holds classes."""
+    x, y = next(_batches(loader, who, model), (None, None))
+    if x is None or y is None:
+        raise InvalidInputError(f"{who} is empty. Pass at least one batch (x, y).")
+    if not len(x):
+        raise InvalidInputError(f"{who} yields an empty batch {[*x.shape]}.")
     with isolated(model, training=False), torch.no_grad():
         try:
             output = model(x)
@@ -254,7 +250,7 @@ def _has_classes(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, who: str) -
             f"the loss must be one number, as a tensor, got {_shape(value)}."
         )
     integers = not y.is_floating_point() and y.dtype is not torch.bool
-    return isinstance(output, Tensor) and integers and output.ndim == y.ndim + 1
+    return x, isinstance(output, Tensor) and integers and output.ndim == y.ndim + 1
 
 
 def _shape(value: object) -> str:

@@ -13,7 +13,6 @@ from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from math import ceil, inf
-from numbers import Integral
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
-from esper.growth.model import GrowingModel
+from esper.growth.model import GrowingModel, check_number
 from esper.growth.saving.export import export
 from esper.tamiyo.registry import ControllerChoice
 
@@ -105,11 +104,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int) -> None:  # noqa: N803
         """Standardize the inputs and grow a network; `y` is the target of the loss."""
         for name in COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise InvalidInputError(
-                    f"{name} must be an integer of at least 1, got {value!r}."
-                )
+            check_number(name, getattr(self, name), least=1)
         random = check_random_state(self.random_state)
         rng_seed = int(random.randint(2**31 - 1))
         self._mean, self._scale = X.mean(axis=0), X.std(axis=0)

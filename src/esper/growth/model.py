@@ -13,6 +13,7 @@ is delayed. Only `tick` advances time: then seeds train, blend and hold at their
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
+from numbers import Integral
 from typing import Any, Final
 from weakref import ref
 
@@ -613,7 +614,7 @@ def check_number(
     name: str, value: object, least: int, *, most: float = inf, whole: bool = True
 ) -> None:
     """Raise if an argument is not a number of at least `least`."""
-    kind = int if whole else int | float
+    kind = Integral if whole else int | float
     is_kind = isinstance(value, kind) and not isinstance(value, bool)
     if not is_kind or not least <= value <= most:  # type: ignore[operator]
         what = "whole number" if whole else "number"

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from esper.contracts.errors import EsperWarning, InvalidInputError, NumericsError
 from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import random_state, set_random_state
-from esper.growth.model import GrowingModel
+from esper.growth.model import GrowingModel, check_number
 
 WARM_UP: Final = 8  # healthy batches before medians are used
 LIMITS_EVERY: Final = 8  # batches between two updates of the limits: sorting is slow
@@ -73,14 +73,8 @@ class GovernorConfig:
                 raise InvalidInputError(
                     f"{name} must be finite and above 1, got {value}."
                 )
-        if self.window < WARM_UP:
-            raise InvalidInputError(
-                f"window must be at least {WARM_UP}, got {self.window}."
-            )
-        if self.patience < 1:
-            raise InvalidInputError(
-                f"patience must be at least 1, got {self.patience}."
-            )
+        check_number("window", self.window, least=WARM_UP)
+        check_number("patience", self.patience, least=1)
 
 
 class HealthMonitor:
