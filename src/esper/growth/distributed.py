@@ -18,6 +18,7 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.growth.analysis.slots import check_host
 from esper.growth.saving.saved_topology import NAME
 
 
@@ -190,6 +191,7 @@ def unwrapped(
         model, wrapper = model.module, model
     ranks = DistributedContext(wrapper)
     if wrapper is None:
+        check_host(model)
         here = dist.is_available() and dist.is_initialized()
         if here and dist.get_world_size() > 1:
             raise InvalidInputError(
