@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 from gymnasium import Env
+from gymnasium.wrappers import FlattenObservation
 
 from benchmarks import timing
 from benchmarks.rl import ENVS, OURS, STEPS, Counted, Counter, Make, Training, read
@@ -100,9 +101,13 @@ def _recurrent(make_env: Make, seed: int, batch: int) -> Any:  # noqa: ANN401
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.vec_env import DummyVecEnv
 
+    def flat() -> Env[Any, Any]:
+        # RecurrentPPO cannot read MultiDiscrete; this gives the one-hot code it uses.
+        return FlattenObservation(make_env())
+
     return RecurrentPPO(
         "MlpLstmPolicy",
-        DummyVecEnv([make_env] * ENVS),
+        DummyVecEnv([flat] * ENVS),
         n_steps=STEPS,
         n_epochs=4,
         batch_size=batch,
