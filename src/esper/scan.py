@@ -80,7 +80,6 @@ def gae(
     *,
     gamma: float,
     lam: float,
-    out: tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]] | None = None,
 ) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
     """Return advantages and returns of rows with several episodes; zero on padding.
 
@@ -101,24 +100,18 @@ def gae(
         last_values: V of the observation after a row's last step.
         gamma: Discount factor.
         lam: Trace decay; 0 is one-step TD, 1 is Monte Carlo.
-        out: Tensors for advantages and returns; they must not overlap the inputs.
     """
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
     )
-    advantages, returns = out or (torch.empty_like(values), torch.empty_like(values))
-    _require_rollout(rollout, advantages, returns, gamma, lam)
-    if rewards.numel() == 0:
-        return advantages, returns
+    _require_rollout(rollout, gamma, lam)
     if rewards.device.type != "cpu":
-        results = _gae_log_depth(rollout, gamma, lam)
-        return advantages.copy_(results[0]), returns.copy_(results[1])
-    tensors = [_by_time(x) for x in (*rollout, advantages, returns)]
-    gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
-    for out_tensor, result in ((advantages, tensors[7]), (returns, tensors[8])):
-        if result.data_ptr() != out_tensor.data_ptr():
-            out_tensor.copy_(result.T)
-    return advantages, returns
+        return _gae_log_depth(rollout, gamma, lam)
+    given = [(x.T if x.ndim == 2 else x).detach().contiguous() for x in rollout]
+    advantages, returns = (torch.zeros_like(given[0]) for _ in range(2))
+    if rewards.numel():
+        gae_time_major(*(x.numpy() for x in (*given, advantages, returns)), gamma, lam)
+    return advantages.T, returns.T
 
 
 class _Scan(torch.autograd.Function):
@@ -193,11 +186,6 @@ def _gated_forward(
     )
     _gated_rows(*(x.numpy() for x in given))
     return update, y
-
-
-def _by_time(x: Tensor) -> Tensor:
-    """Return contiguous `[time, env]`, copied only if necessary."""
-    return (x.T if x.ndim == 2 else x).detach().contiguous()
 
 
 @kernel
@@ -413,9 +401,7 @@ def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Non
     _require_kind("initial", initial, gates, row, gates.dtype)
 
 
-def _require_rollout(
-    rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
-) -> None:
+def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
     """Check the arguments of `gae`."""
     require_fraction("gamma", gamma)
     require_fraction("lam", lam)
@@ -425,27 +411,11 @@ def _require_rollout(
             f"values must be [env, time], got shape {tuple(shape)}."
         )
     _require_kind("values", values, values, shape, *FLOATS)
-    row, kind = shape[:1], values.dtype
-    for name, size, dtypes in (
-        ("rewards", shape, (kind,)),
-        ("dones", shape, (torch.bool,)),
-        ("truncated", shape, (torch.bool,)),
-        ("step_counts", row, (torch.int64, torch.int32)),
-        ("final_values", shape, (kind,)),
-        ("last_values", row, (kind,)),
-    ):
-        _require_kind(name, getattr(rollout, name), values, size, *dtypes)
-    taken = [_extent(x) for x in rollout]
-    for name, tensor in (("out[0]", advantages), ("out[1]", returns)):
-        _require_kind(name, tensor, values, shape, kind)
-        start, end = _extent(tensor)
-        overlaps = any(start < other_end and other < end for other, other_end in taken)
-        if overlaps or 0 < end - start < tensor.nbytes:
-            raise InvalidInputError(
-                f"{name} shares memory with another tensor, or its own elements do. "
-                "Pass a separate tensor."
-            )
-        taken.append((start, end))
+    kinds = {"dones": (torch.bool,), "truncated": (torch.bool,)}
+    kinds["step_counts"] = (torch.int64, torch.int32)
+    for name, tensor in zip(Rollout._fields, rollout, strict=True):
+        size = shape[:1] if name in ("step_counts", "last_values") else shape
+        _require_kind(name, tensor, values, size, *kinds.get(name, (values.dtype,)))
 
 
 def require_fraction(name: str, value: object) -> None:
@@ -453,16 +423,6 @@ def require_fraction(name: str, value: object) -> None:
     kinds = int | float | np.integer | np.floating
     if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
         raise InvalidInputError(f"{name} must lie in [0, 1], got {value!r}.")
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor's memory and the first one after it."""
-    start = tensor.data_ptr()
-    if not start or not tensor.numel():  # no storage
-        return 0, 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((count - 1) * stride for count, stride in steps)
-    return start, start + (last + 1) * tensor.itemsize
 
 
 def _require_kind(

@@ -486,8 +486,9 @@ class TamiyoRolloutBuffer:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
         else:
             views = [x.T if x.ndim == 2 else x for x in self._rollout]
-            out = (self.advantages, self.returns)
-            gae(*views, gamma=self.gamma, lam=self.gae_lambda, out=out)
+            results = gae(*views, gamma=self.gamma, lam=self.gae_lambda)
+            self.advantages.copy_(results[0])
+            self.returns.copy_(results[1])
         self.is_computed = True
 
     def get_batched_sequences(
