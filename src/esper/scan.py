@@ -411,11 +411,16 @@ def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
             f"values must be [env, time], got shape {tuple(shape)}."
         )
     _require_kind("values", values, values, shape, *FLOATS)
-    kinds = {"dones": (torch.bool,), "truncated": (torch.bool,)}
-    kinds["step_counts"] = (torch.int64, torch.int32)
-    for name, tensor in zip(Rollout._fields, rollout, strict=True):
-        size = shape[:1] if name in ("step_counts", "last_values") else shape
-        _require_kind(name, tensor, values, size, *kinds.get(name, (values.dtype,)))
+    row, kind = shape[:1], values.dtype
+    for name, size, dtypes in (
+        ("rewards", shape, (kind,)),
+        ("dones", shape, (torch.bool,)),
+        ("truncated", shape, (torch.bool,)),
+        ("step_counts", row, (torch.int64, torch.int32)),
+        ("final_values", shape, (kind,)),
+        ("last_values", row, (kind,)),
+    ):
+        _require_kind(name, getattr(rollout, name), values, size, *dtypes)
 
 
 def require_fraction(name: str, value: object) -> None:

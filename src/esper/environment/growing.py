@@ -156,7 +156,7 @@ class GrowingWorld(Stateful, VectorWorld):
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult[Observation]:
         """Act and train until the next decision; ended episodes restart."""
         if not self._episodes.begun.all():
             raise InvalidStateError("step() before reset(); call reset() first.")

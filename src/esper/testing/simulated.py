@@ -362,7 +362,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         first = torch.ones(self.num_envs, dtype=torch.bool, device=self._device)
         return self._state.observe(self._tables, self._progress(), first)
 
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult[Observation]:
         """Act everywhere; ended environments reset in the same step."""
         before = self._current()
         check_actions(actions, self.num_envs)
