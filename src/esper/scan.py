@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
 
@@ -395,10 +396,10 @@ def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Non
         raise InvalidInputError(
             f"gates must be [env, time, 2 * hidden], got shape {tuple(shape)}."
         )
-    _require_kind("gates", gates, gates, shape, *FLOATS)
-    _require_kind("episode_start", episode_start, gates, shape[:2], torch.bool)
+    require_tensor("gates", gates, shape, FLOATS, gates.device)
     row = (shape[0], shape[2] // 2)
-    _require_kind("initial", initial, gates, row, gates.dtype)
+    require_tensor("episode_start", episode_start, shape[:2], torch.bool, gates.device)
+    require_tensor("initial", initial, row, gates.dtype, gates.device)
 
 
 def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
@@ -410,17 +411,17 @@ def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
         raise InvalidInputError(
             f"values must be [env, time], got shape {tuple(shape)}."
         )
-    _require_kind("values", values, values, shape, *FLOATS)
+    require_tensor("values", values, shape, FLOATS, values.device)
     row, kind = shape[:1], values.dtype
     for name, size, dtypes in (
-        ("rewards", shape, (kind,)),
-        ("dones", shape, (torch.bool,)),
-        ("truncated", shape, (torch.bool,)),
+        ("rewards", shape, kind),
+        ("dones", shape, torch.bool),
+        ("truncated", shape, torch.bool),
         ("step_counts", row, (torch.int64, torch.int32)),
-        ("final_values", shape, (kind,)),
-        ("last_values", row, (kind,)),
+        ("final_values", shape, kind),
+        ("last_values", row, kind),
     ):
-        _require_kind(name, getattr(rollout, name), values, size, *dtypes)
+        require_tensor(name, getattr(rollout, name), size, dtypes, values.device)
 
 
 def require_fraction(name: str, value: object) -> None:
@@ -428,20 +429,3 @@ def require_fraction(name: str, value: object) -> None:
     kinds = int | float | np.integer | np.floating
     if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
         raise InvalidInputError(f"{name} must lie in [0, 1], got {value!r}.")
-
-
-def _require_kind(
-    name: str,
-    tensor: Tensor,
-    like: Tensor,
-    shape: tuple[Any, ...],
-    *dtypes: torch.dtype,
-) -> None:
-    """Check dtype, shape and device of a tensor."""
-    fits = tensor.dtype in dtypes and tensor.shape == shape
-    if not fits or tensor.device != like.device:
-        wanted = " or ".join(map(str, dtypes))
-        raise InvalidInputError(
-            f"{name} must be {wanted} {tuple(shape)} on {like.device}, got "
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}. Convert it."
-        )

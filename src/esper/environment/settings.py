@@ -11,10 +11,10 @@ from sys import float_info
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.environment.clock import Clock, ClockKind, Stop
 from esper.tasks.task import Task
@@ -206,15 +206,8 @@ def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
 
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
     """Check type, dtype and shape of actions."""
-    if not isinstance(actions, Tensor):
-        raise InvalidInputError(
-            f"actions must be a tensor, got {type(actions).__name__}."
-        )
-    if actions.dtype != torch.int64 or actions.shape != (envs, NUM_HEADS):
-        raise InvalidInputError(
-            f"actions must be int64 of shape {(envs, NUM_HEADS)}, got {actions.dtype} "
-            f"of shape {tuple(actions.shape)}."
-        )
+    device = getattr(actions, "device", torch.device("cpu"))
+    require_tensor("actions", actions, (envs, NUM_HEADS), torch.int64, device)
 
 
 def _is_number(value: object) -> bool:

@@ -21,7 +21,12 @@ from jaxtyping import Bool, Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from esper.contracts.devices import map_tensors, to_device, usable_device
+from esper.contracts.devices import (
+    map_tensors,
+    require_tensor,
+    to_device,
+    usable_device,
+)
 from esper.contracts.errors import (
     IllegalActionError,
     InvalidInputError,
@@ -594,22 +599,12 @@ class TamiyoRolloutBuffer:
         """Check that tensors are dense and have the right shape, dtype and device."""
         device = device or self.device
         for (name, shape, dtype), value in zip(expected, given, strict=True):
-            if not isinstance(value, Tensor):
-                problem = f"must be a tensor, got {type(value).__name__}"
-            elif value.layout is not torch.strided:
-                problem = f"must be dense, got {value.layout}"
-            elif value.shape != shape or value.dtype is not dtype:
-                problem = (
-                    f"must be {dtype} of shape {shape}, got {value.dtype} of shape "
-                    f"{tuple(value.shape)}"
+            require_tensor(name, value, shape, dtype, device)
+            assert isinstance(value, Tensor)
+            if value.layout is not torch.strided or value.requires_grad:
+                raise InvalidInputError(
+                    f"{name} must be dense and detached. Act under torch.no_grad()."
                 )
-            elif value.device != device:
-                problem = f"must be on {device}, got {value.device}. Move it first"
-            elif value.requires_grad:
-                problem = "requires grad. Detach it, or act under torch.no_grad()"
-            else:
-                continue
-            raise InvalidInputError(f"{name} {problem}.")
 
     def _require_finite_rows(self, name: str, values: Float[Tensor, "env ..."]) -> None:
         if self._checks_values:

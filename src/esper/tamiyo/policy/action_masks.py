@@ -17,7 +17,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
-from esper.contracts.devices import usable_device
+from esper.contracts.devices import require_tensor, usable_device
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig, SlotMaskState
 from esper.contracts.stages import LEGAL, Stage
@@ -38,6 +38,7 @@ __all__ = [
 DORMANT: Final = Stage.DORMANT.value
 GERMINATE: Final = Op.GERMINATE.value
 
+SAME_WORLD: Final = "Take observation and spec from the same world."
 EMPTY: Final = SlotMaskState(Stage.DORMANT, age=0, alpha_settled=True)
 
 
@@ -55,11 +56,7 @@ def compute_masks(observation: Observation, spec: ActionSpec) -> ActionMasks:
         ("parameters", offers.parameters, kinds, offers.parameters.dtype),
         ("budget_left", left, places[:1], left.dtype),
     ):
-        if (value.shape, value.dtype, value.device) != (shape, dtype, device):
-            raise InvalidInputError(
-                f"{name} must be {[*shape]} {dtype} on {device} in this action space, "
-                f"got {[*value.shape]} {value.dtype} on {value.device}."
-            )
+        require_tensor(name, value, shape, dtype, device, SAME_WORLD)
     plantable = offers.fits & (offers.parameters <= left.view(-1, 1, 1))
     return _masks(slots.stage, slots.age, slots.alpha_settled, spec, plantable)
 

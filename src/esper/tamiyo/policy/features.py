@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper.contracts.actions import ActionSpec
 from esper.contracts.blueprints import Form
-from esper.contracts.errors import InvalidInputError
+from esper.contracts.devices import require_tensor
 from esper.contracts.feature_tables import feature_scales, feature_tables
 from esper.contracts.features import (
     BLUEPRINT_COLUMNS,
@@ -19,6 +19,7 @@ from esper.contracts.features import (
     Features,
 )
 from esper.contracts.world import Observation
+from esper.tamiyo.policy.action_masks import SAME_WORLD
 
 __all__ = [
     "BLUEPRINT_COLUMNS",
@@ -67,9 +68,6 @@ def _require_shapes(observation: Observation, spec: ActionSpec) -> None:
     ):
         for field in fields(record):
             value = getattr(record, field.name)
-            if value.shape != shape + own or value.device != start.device:
-                raise InvalidInputError(
-                    f"{type(record).__name__}.{field.name} must be "
-                    f"{[*shape, *own]} on {start.device}, got {[*value.shape]} on "
-                    f"{value.device}. Take observation and spec from the same world."
-                )
+            name = f"{type(record).__name__}.{field.name}"
+            wanted = shape + own
+            require_tensor(name, value, wanted, value.dtype, start.device, SAME_WORLD)
