@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from esper.contracts.checks import require_number
 from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
@@ -404,8 +405,8 @@ def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Non
 
 def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
     """Check the arguments of `gae`."""
-    require_fraction("gamma", gamma)
-    require_fraction("lam", lam)
+    require_number("gamma", gamma, 0.0, 1.0)
+    require_number("lam", lam, 0.0, 1.0)
     values, shape = rollout.values, rollout.values.shape
     if len(shape) != 2:
         raise InvalidInputError(
@@ -422,10 +423,3 @@ def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
         ("last_values", row, kind),
     ):
         require_tensor(name, getattr(rollout, name), size, dtypes, values.device)
-
-
-def require_fraction(name: str, value: object) -> None:
-    """Check that a value is a number in [0, 1]."""
-    kinds = int | float | np.integer | np.floating
-    if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
-        raise InvalidInputError(f"{name} must lie in [0, 1], got {value!r}.")

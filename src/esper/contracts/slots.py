@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 
@@ -25,12 +26,8 @@ class SlotConfig:
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        if self.max_slots < 1:
-            raise InvalidInputError(
-                f"max_slots must be at least 1, got {self.max_slots}."
-            )
-        if self.min_age < 0:
-            raise InvalidInputError(f"min_age must be at least 0, got {self.min_age}.")
+        require_int("max_slots", self.max_slots, 1)
+        require_int("min_age", self.min_age, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.checks import require_int
 from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError, InvalidStateError, unknown
 from esper.contracts.feature_tables import feature_tables
@@ -32,7 +33,7 @@ from esper.contracts.features import HOST_COLUMNS, OFFER_COLUMNS, SLOT_COLUMNS
 from esper.contracts.stages import LEGAL
 from esper.contracts.world import EpisodeReport, Observation
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import TERMS, WorldSettings, check_count
+from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.task import Task
 
 try:
@@ -213,7 +214,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         """
         if seed is not None or options or self.observation is None:
             if seed is not None:
-                check_count("seed", seed, 0)
+                require_int("seed", seed, 0)
             run = int(self.np_random.integers(2**31)) if seed is None else int(seed)
             world = self._new_world(run, options)
             self.observation, self.world = world.reset(), world

@@ -6,7 +6,7 @@ Rent, budget and rate are numbers, or ranges (low, high) to draw from in every e
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from numbers import Integral, Real
+from numbers import Real
 from sys import float_info
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import torch
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.checks import require_int
 from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.environment.clock import Clock, ClockKind, Stop
@@ -104,9 +105,9 @@ class WorldSettings:
         """Check all fields."""
         for name in ("horizon", "decision_every", "slots"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
+                require_int(name, getattr(self, name), 1)
         for name in ("seeds_per_slot", "tick", "group_size"):
-            check_count(name, getattr(self, name), 1)
+            require_int(name, getattr(self, name), 1)
         for name in TERMS:
             self.range_of(name)
         penalty, names = self.penalty, self.blueprints
@@ -193,15 +194,6 @@ def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
         f"{name} must be a finite number{words} or a range (low, high) up to "
         f"{MAX_TERM:g}; got {term!r:.99}."
     )
-
-
-def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
-    """Raise an error unless `count` is an integer of at least `least`."""
-    whole = isinstance(count, Integral) and not isinstance(count, bool)
-    if not whole or count < least:
-        raise InvalidInputError(
-            f"{name} must be a whole number of at least {least}, got {count!r:.99}."
-        )
 
 
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401

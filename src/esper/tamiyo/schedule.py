@@ -8,7 +8,7 @@ tensors; every environment may follow its own.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
+from math import inf
 from typing import Final
 
 import torch
@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
+from esper.contracts.checks import require_int, require_number, require_one_of
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
@@ -56,19 +57,10 @@ class Schedule:
     def __post_init__(self) -> None:
         """Check all values."""
         for name in ("count", "keep"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise InvalidInputError(
-                    f"{name} must be an integer of at least 0, got {count!r}."
-                )
+            require_int(name, getattr(self, name), 0)
         for name in ("start", "every", "until", "cut"):
-            time = getattr(self, name)
-            if isnan(time) or time < 0:
-                raise InvalidInputError(f"{name} must be at least 0, got {time}.")
-        if self.scale not in TIME_SCALES:
-            raise InvalidInputError(
-                f"scale must be one of {', '.join(TIME_SCALES)}, got {self.scale!r}."
-            )
+            require_number(name, getattr(self, name))
+        require_one_of("scale", self.scale, TIME_SCALES)
 
     @property
     def needs_end(self) -> bool:

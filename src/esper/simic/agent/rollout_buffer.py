@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
+from esper.contracts.checks import require_int, require_number
 from esper.contracts.devices import (
     map_tensors,
     require_tensor,
@@ -36,7 +37,7 @@ from esper.contracts.errors import (
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import Rollout, gae, gae_time_major, require_fraction
+from esper.scan import Rollout, gae, gae_time_major
 from esper.simic.agent.distribution import Decision, Policy, PolicySpec
 
 Array = NDArray[Any]
@@ -209,19 +210,17 @@ class TamiyoRolloutBuffer:
         device: torch.device | str = "cpu",
         max_bytes: int = 8 * 2**30,
     ) -> None:
-        for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if not _is_count(count):
-                raise InvalidInputError(
-                    f"{name} must be a positive integer, got {count!r}."
-                )
-        require_fraction("gamma", gamma)
-        require_fraction("gae_lambda", gae_lambda)
-        pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
-        if not pair or not all(map(_is_count, state_shape)):
+        require_int("num_envs", num_envs)
+        require_int("max_steps", max_steps)
+        require_number("gamma", gamma, 0.0, 1.0)
+        require_number("gae_lambda", gae_lambda, 0.0, 1.0)
+        if not isinstance(state_shape, Sequence) or len(state_shape) != 2:
             raise InvalidInputError(
-                "state_shape must be two positive integers, layers and width, got "
-                f"{state_shape!r}. Pass policy.state_shape."
+                f"state_shape must be layers and width, got {state_shape!r}. Pass "
+                "policy.state_shape."
             )
+        for size in state_shape:
+            require_int("state_shape", size)
         if not isinstance(spec, PolicySpec):
             raise InvalidInputError(
                 f"spec must be an ActionSpec, got {type(spec).__name__}. Pass the "
@@ -660,10 +659,6 @@ class TamiyoRolloutBuffer:
         if self._checks_values and not self._is_level:
             return int(self._count_array.max())
         return min(self._adds, self.max_steps)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and int(value) >= 1
 
 
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:
