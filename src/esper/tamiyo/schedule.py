@@ -2,7 +2,7 @@
 
 The n-th growth at every place is due at start + n * every. If it was not possible then,
 it is made later. Times are fractions of the horizon, or octaves: log2 of the compute so
-far. If the end is unknown, progress stays 0. `Timetable` evaluates many schedules as
+far. If the end is unknown, progress stays 0. `Scheduled` evaluates many schedules as
 tensors; every environment may follow its own.
 """
 
@@ -91,13 +91,26 @@ BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
 is known, then by the largest rent at which each is used. Above it nothing grows."""
 
 
-class Timetable(SizePreference):
-    """Follows schedules, kept as tensors over `[plan]`; `_plan` chooses among them."""
+class Scheduled(SizePreference):
+    """Follows one schedule, or one per environment.
 
-    def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
+    Schedules are kept as tensors over `[plan]`; `_plan` chooses among them.
+
+    Args:
+        spec: The action space.
+        schedule: One for all environments, or a sequence with one per environment.
+    """
+
+    def __init__(
+        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
+    ) -> None:
+        schedules = [schedule] if isinstance(schedule, Schedule) else [*schedule]
         if not schedules:
             raise InvalidInputError("expected at least one schedule, got none.")
         super().__init__(spec)
+        self._count = len(schedules)
+        self.needs_end = any(plan.needs_end for plan in schedules)
+        """Whether a schedule needs to know the end of training."""
         wanted = [_wanted(spec, s.blueprint) for s in schedules]
         self._flags = torch.tensor(
             [
@@ -154,27 +167,6 @@ class Timetable(SizePreference):
 
     def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         """Return the index of the schedule of each environment."""
-        raise NotImplementedError
-
-
-class Scheduled(Timetable):
-    """Follows one schedule, or one per environment.
-
-    Args:
-        spec: The action space.
-        schedule: One for all environments, or a sequence with one per environment.
-    """
-
-    def __init__(
-        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
-    ) -> None:
-        given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
-        super().__init__(spec, given)
-        self._count = len(given)
-        self.needs_end = any(plan.needs_end for plan in given)
-        """Whether a schedule needs to know the end of training."""
-
-    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         envs = len(observation.episode_start)
         if self._count not in (1, envs):
             raise InvalidInputError(
@@ -185,7 +177,7 @@ class Scheduled(Timetable):
         return torch.arange(self._count, device=device).expand(envs)
 
 
-class ScheduledByRent(Timetable):
+class ScheduledByRent(Scheduled):
     """Follows a schedule chosen by the rent of each environment.
 
     Args:
@@ -206,6 +198,7 @@ class ScheduledByRent(Timetable):
         nothing = Schedule(blueprint=LARGEST, count=0)
         given = [*known.values(), nothing, *unknown.values(), nothing]
         super().__init__(spec, [playable(spec, plan) for plan in given])
+        self.needs_end = False  # it has schedules for an unknown end
         self._known, self._unknown = (
             torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
         )
