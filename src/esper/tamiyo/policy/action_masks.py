@@ -12,6 +12,7 @@ from itertools import chain
 from types import NoneType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,9 +182,12 @@ def _from_rows(
             f"SlotMaskState or None, got {flat[index]!r}."
         )
     states = [EMPTY if state is None else state for state in flat]
-    shape = (-1, max_slots)
-    return (
-        torch.tensor([state.stage for state in states], dtype=torch.int64).view(shape),
-        torch.tensor([state.age for state in states], dtype=torch.int64).view(shape),
-        torch.tensor([state.alpha_settled for state in states]).bool().view(shape),
+    columns = (
+        np.array([state.stage for state in states], dtype=np.int64),
+        np.array([state.age for state in states], dtype=np.int64),
+        np.array([state.alpha_settled for state in states], dtype=np.bool_),
     )
+    stage, age, settled = (
+        torch.from_numpy(column.reshape(-1, max_slots)) for column in columns
+    )
+    return stage, age, settled
