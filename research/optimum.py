@@ -55,13 +55,13 @@ class Plans:
 class GivenWorld(SimulatedWorld):
     """A world whose environment i plays instance i in every episode."""
 
-    def __init__(self, instances: Instances, *, device: str = "cpu") -> None:
+    def __init__(self, instances: Instances) -> None:
         if (instances.clock >= HORIZON).any():
             raise InvalidInputError(
                 f"instances must start before step {HORIZON}, got one that starts at "
                 f"{int(instances.clock.max())}."
             )
-        super().__init__(len(instances), device=device)
+        super().__init__(len(instances))
         self._given = instances
 
     def _draw(self) -> Instances:
@@ -76,7 +76,7 @@ class GivenWorld(SimulatedWorld):
             life=state.life,
             blueprint=state.blueprint,
             style=state.style,
-            clock=self._clock.to(self._device),
+            clock=self._clock,
         )
 
 

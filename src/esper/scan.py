@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from esper.contracts.checks import require_number
+from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
 
@@ -80,7 +82,6 @@ def gae(
     *,
     gamma: float,
     lam: float,
-    out: tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]] | None = None,
 ) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
     """Return advantages and returns of rows with several episodes; zero on padding.
 
@@ -101,24 +102,18 @@ def gae(
         last_values: V of the observation after a row's last step.
         gamma: Discount factor.
         lam: Trace decay; 0 is one-step TD, 1 is Monte Carlo.
-        out: Tensors for advantages and returns; they must not overlap the inputs.
     """
     rollout = Rollout(
         rewards, values, dones, truncated, step_counts, final_values, last_values
     )
-    advantages, returns = out or (torch.empty_like(values), torch.empty_like(values))
-    _require_rollout(rollout, advantages, returns, gamma, lam)
-    if rewards.numel() == 0:
-        return advantages, returns
+    _require_rollout(rollout, gamma, lam)
     if rewards.device.type != "cpu":
-        results = _gae_log_depth(rollout, gamma, lam)
-        return advantages.copy_(results[0]), returns.copy_(results[1])
-    tensors = [_by_time(x) for x in (*rollout, advantages, returns)]
-    gae_time_major(*(x.numpy() for x in tensors), gamma, lam)
-    for out_tensor, result in ((advantages, tensors[7]), (returns, tensors[8])):
-        if result.data_ptr() != out_tensor.data_ptr():
-            out_tensor.copy_(result.T)
-    return advantages, returns
+        return _gae_log_depth(rollout, gamma, lam)
+    given = [(x.T if x.ndim == 2 else x).detach().contiguous() for x in rollout]
+    advantages, returns = (torch.zeros_like(given[0]) for _ in range(2))
+    if rewards.numel():
+        gae_time_major(*(x.numpy() for x in (*given, advantages, returns)), gamma, lam)
+    return advantages.T, returns.T
 
 
 class _Scan(torch.autograd.Function):
@@ -193,11 +188,6 @@ def _gated_forward(
     )
     _gated_rows(*(x.numpy() for x in given))
     return update, y
-
-
-def _by_time(x: Tensor) -> Tensor:
-    """Return contiguous `[time, env]`, copied only if necessary."""
-    return (x.T if x.ndim == 2 else x).detach().contiguous()
 
 
 @kernel
@@ -407,76 +397,29 @@ def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Non
         raise InvalidInputError(
             f"gates must be [env, time, 2 * hidden], got shape {tuple(shape)}."
         )
-    _require_kind("gates", gates, gates, shape, *FLOATS)
-    _require_kind("episode_start", episode_start, gates, shape[:2], torch.bool)
+    require_tensor("gates", gates, shape, FLOATS, gates.device)
     row = (shape[0], shape[2] // 2)
-    _require_kind("initial", initial, gates, row, gates.dtype)
+    require_tensor("episode_start", episode_start, shape[:2], torch.bool, gates.device)
+    require_tensor("initial", initial, row, gates.dtype, gates.device)
 
 
-def _require_rollout(
-    rollout: Rollout, advantages: Tensor, returns: Tensor, gamma: float, lam: float
-) -> None:
+def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
     """Check the arguments of `gae`."""
-    require_fraction("gamma", gamma)
-    require_fraction("lam", lam)
+    require_number("gamma", gamma, 0.0, 1.0)
+    require_number("lam", lam, 0.0, 1.0)
     values, shape = rollout.values, rollout.values.shape
     if len(shape) != 2:
         raise InvalidInputError(
             f"values must be [env, time], got shape {tuple(shape)}."
         )
-    _require_kind("values", values, values, shape, *FLOATS)
+    require_tensor("values", values, shape, FLOATS, values.device)
     row, kind = shape[:1], values.dtype
     for name, size, dtypes in (
-        ("rewards", shape, (kind,)),
-        ("dones", shape, (torch.bool,)),
-        ("truncated", shape, (torch.bool,)),
+        ("rewards", shape, kind),
+        ("dones", shape, torch.bool),
+        ("truncated", shape, torch.bool),
         ("step_counts", row, (torch.int64, torch.int32)),
-        ("final_values", shape, (kind,)),
-        ("last_values", row, (kind,)),
+        ("final_values", shape, kind),
+        ("last_values", row, kind),
     ):
-        _require_kind(name, getattr(rollout, name), values, size, *dtypes)
-    taken = [_extent(x) for x in rollout]
-    for name, tensor in (("out[0]", advantages), ("out[1]", returns)):
-        _require_kind(name, tensor, values, shape, kind)
-        start, end = _extent(tensor)
-        overlaps = any(start < other_end and other < end for other, other_end in taken)
-        if overlaps or 0 < end - start < tensor.nbytes:
-            raise InvalidInputError(
-                f"{name} shares memory with another tensor, or its own elements do. "
-                "Pass a separate tensor."
-            )
-        taken.append((start, end))
-
-
-def require_fraction(name: str, value: object) -> None:
-    """Check that a value is a number in [0, 1]."""
-    kinds = int | float | np.integer | np.floating
-    if not isinstance(value, kinds) or not 0.0 <= value <= 1.0:
-        raise InvalidInputError(f"{name} must lie in [0, 1], got {value!r}.")
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor's memory and the first one after it."""
-    start = tensor.data_ptr()
-    if not start or not tensor.numel():  # no storage
-        return 0, 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((count - 1) * stride for count, stride in steps)
-    return start, start + (last + 1) * tensor.itemsize
-
-
-def _require_kind(
-    name: str,
-    tensor: Tensor,
-    like: Tensor,
-    shape: tuple[Any, ...],
-    *dtypes: torch.dtype,
-) -> None:
-    """Check dtype, shape and device of a tensor."""
-    fits = tensor.dtype in dtypes and tensor.shape == shape
-    if not fits or tensor.device != like.device:
-        wanted = " or ".join(map(str, dtypes))
-        raise InvalidInputError(
-            f"{name} must be {wanted} {tuple(shape)} on {like.device}, got "
-            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}. Convert it."
-        )
+        require_tensor(name, getattr(rollout, name), size, dtypes, values.device)

@@ -126,8 +126,8 @@ def test_an_action_space_describes_itself_in_plain_data():
         ({"narrowed": {"style": 3}}, "narrowed must map heads to names .*'style': 3"),
         ({"slots": None}, "slots must be a SlotConfig, got NoneType"),
         ({"narrowed": None}, "narrowed must map heads to names .* got None"),
-        ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
-        ({"min_age": -1}, "min_age must be at least 0, got -1"),
+        ({"max_slots": 0}, "max_slots must be .* at least 1, got 0"),
+        ({"min_age": -1}, "min_age must be .* at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, message):

@@ -501,10 +501,10 @@ WORLDS = [
     ({"rng_seed": -1}, "rng_seed must be a whole number of at least 0, got -1"),
 ]
 ACTIONS = [
-    (torch.zeros(3, NUM_HEADS).long(), r"shape \(2, 8\), got .* shape \(3, 8\)"),
+    (torch.zeros(3, NUM_HEADS).long(), r"shape \(2, 8\) .* got .* shape \(3, 8\)"),
     (torch.zeros(2, 3).long(), r"shape \(2, 3\)"),
     (torch.zeros(2, NUM_HEADS), "int64 .* got torch.float32"),
-    ([[0] * NUM_HEADS] * 2, "must be a tensor, got list"),
+    ([[0] * NUM_HEADS] * 2, "must be .* got list"),
 ]
 
 

@@ -285,17 +285,6 @@ def test_what_cannot_be_meant_is_refused_and_the_run_goes_on(make):
     assert_same(env.reset(), untouched.reset())
 
 
-def test_rendering_describes_the_host():
-    env = GrowEnv(task=TINY, render_mode="ansi")
-    env.reset(seed=0)
-    env.step(number(env, "GERMINATE 0 widen_x2"))
-    line = env.render()
-    assert line.startswith("25% score 0.")
-    assert line.endswith("slots training dormant")
-    with pytest.raises(InvalidInputError, match="render_mode must be None or 'ansi'"):
-        GrowEnv(task=TINY, render_mode="human")
-
-
 @EVERY_KIND
 def test_one_environment_of_the_vector_is_the_single_one(settings):
     ours = gymnasium.make_vec(
@@ -431,7 +420,6 @@ def test_what_is_not_known_reads_zero_and_has_a_flag():
     )
     row = dict(zip(names, flatten(see)[0].tolist(), strict=True))
     kinds = [blueprint.name for blueprint in PROBE_SPEC.blueprints]
-    assert (row["host budget_left"], row["host budget_unlimited"]) == (0.0, 1.0)
     assert (row["slot 0 contribution"], row["slot 1 contribution"]) == (0.0, -0.5)
     assert row["slot 1 contribution_measured"] == 1.0
     for slot in (0, 1):

@@ -14,9 +14,11 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS, NUM_BLUEPRINTS
+from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
 from esper.contracts.stages import Stage
+from esper.contracts.world import Observation
 from esper.tamiyo.policy import action_masks
 from esper.tamiyo.policy.action_masks import (
     ActionMasks,
@@ -32,7 +34,7 @@ from tests.references.masks import (
     slots_from_row,
 )
 from tests.strategies import action_specs, observations, slot_rows
-from tests.worlds import blank_slots
+from tests.worlds import blank_observation, blank_slots
 
 FIELDS = ("op", "slot", "blueprint", "fixed")
 STATES = [*product(Stage, (0, 1, 2, 3), (False, True))]
@@ -63,12 +65,16 @@ def states_of(rows: list[list[SlotMaskState | None]]) -> SlotStates:
     return replace(blank, stage=stage, age=age, alpha_settled=settled)
 
 
+def observed(rows: list[list[SlotMaskState | None]], spec: ActionSpec) -> Observation:
+    """The same slots in an observation in which every blueprint fits."""
+    return replace(blank_observation(len(rows), spec), slots=states_of(rows))
+
+
 @pytest.mark.parametrize("min_age", [0, 1, 2, 4])
 def test_every_slot_state_is_judged_as_the_rules_say(min_age):
     spec = ActionSpec(SlotConfig(max_slots=1, min_age=min_age), BLUEPRINTS[:1])
     rows = [[SlotMaskState(*state)] for state in STATES]
-    free = torch.zeros(len(rows), 1, 1)
-    masks = compute_batch_masks(rows, spec.slots, spec=spec, fits=free == 0, costs=free)
+    masks = compute_masks(observed(rows, spec), spec)
     for env, (stage, age, settled) in enumerate(STATES):
         slot = Slot(stage.name, age, settled, [True], [0.0])
         assert_says(masks, env, masks_of([slot], inf, spec))
@@ -97,18 +103,19 @@ def test_masks_of_lists_are_those_of_plain_rules_and_of_arrays(data):
         single = compute_action_masks(slot_states=row, slot_config=config)
         for head, row_of_head in single.items():
             assert_close(row_of_head[0], masks[head][env])
-    assert_same(masks, compute_batch_masks(states_of(rows), config))
+    assert_same(masks, compute_masks(observed(rows, spec), spec))
 
 
 def test_strided_states_are_read_as_what_they_say():
     rows = [[SlotMaskState(*state)] * 2 for state in STATES]
-    states = states_of(rows)
+    spec = ActionSpec(SlotConfig(max_slots=2))
+    observation = observed(rows, spec)
     for name in ("stage", "age", "alpha_settled"):
-        turned = getattr(states, name).T.contiguous().T
+        turned = getattr(observation.slots, name).T.contiguous().T
         assert not turned.is_contiguous()
-        object.__setattr__(states, name, turned)
-    config = SlotConfig(max_slots=2)
-    assert_same(compute_batch_masks(states, config), compute_batch_masks(rows, config))
+        object.__setattr__(observation.slots, name, turned)
+    expected = compute_batch_masks(rows, spec.slots)
+    assert_same(compute_masks(observation, spec), expected)
 
 
 def test_no_environments_give_empty_masks():
@@ -160,27 +167,15 @@ def test_masks_that_are_unions_refuse_to_be_written_into(head):
     assert not masks[head][:, 0].any()
 
 
-def example(spec: ActionSpec, envs: int = 3, device: str = "cpu"):
-    """Any observation, on any device."""
-    shape = (envs, spec.slots.max_slots)
-    offers = (*shape, len(spec.blueprints))
-    rows = [[SlotMaskState(*state)] * shape[1] for state in STATES[:envs]]
-    slots = states_of(rows)
-    return {
-        "batch_slot_states": SlotStates(
-            **{name: getattr(slots, name).to(device) for name in slots.__slots__}
-        ),
-        "fits": torch.ones(offers, dtype=torch.bool, device=device),
-        "costs": torch.zeros(offers, device=device),
-        "budget_left": torch.zeros(envs, device=device),
-    }
+def example(spec: ActionSpec) -> Observation:
+    """Any observation of three environments."""
+    rows = [[SlotMaskState(*s)] * spec.slots.max_slots for s in STATES[:3]]
+    return observed(rows, spec)
 
 
 def test_masks_can_be_computed_on_a_device_that_holds_no_values():
     spec = ActionSpec()
-    masks = compute_batch_masks(
-        slot_config=spec.slots, spec=spec, device="meta", **example(spec, device="meta")
-    )
+    masks = compute_masks(map_tensors(lambda x: x.to("meta"), example(spec)), spec)
     listed = compute_batch_masks([[None] * 3] * 3, SlotConfig(), device="meta")
     for field, shape in zip(FIELDS, [(6,), (6, 3), (3, 16), (8, 16)], strict=True):
         for mask in (getattr(masks, field), getattr(listed, field)):
@@ -193,29 +188,25 @@ def test_no_caller_can_spoil_the_masks_of_another():
     spec = ActionSpec(narrowed=narrowed)
     assert spec.allowed[HEAD["style"]].tolist()[:2] == [True, False]
     narrowed["style"] = ["SCALE"]
-    compute_batch_masks([[None] * 3], spec.slots, spec=spec)
+    compute_masks(example(spec), spec)
     other = ActionSpec(narrowed={"style": ("SCALE",), "tempo": ("FAST",)})
-    masks = compute_batch_masks([[None] * 3], other.slots, spec=other)
-    assert masks["style"].tolist() == [[False, True]]
+    masks = compute_masks(example(other), other)
+    assert masks["style"].tolist() == [[False, True]] * 3
 
 
 def test_masks_first_asked_for_in_inference_serve_training_too():
-    spec = ActionSpec(SlotConfig(max_slots=7))
+    config = SlotConfig(max_slots=7)
     with torch.inference_mode():
-        compute_batch_masks([[None] * 7], spec.slots, spec=spec)
-    masks = compute_batch_masks([[None] * 7], spec.slots, spec=spec)
+        compute_batch_masks([[None] * 7], config)
+    masks = compute_batch_masks([[None] * 7], config)
     for field in FIELDS:
         assert not getattr(masks, field).is_inference()
 
 
 def test_masks_make_no_device_wait(monkeypatch):
     monkeypatch.setattr(action_masks, "_RULES", {})  # the first call counts too
-    spec, arguments = ActionSpec(), example(ActionSpec())
-
-    def masks() -> ActionMasks:
-        return compute_batch_masks(slot_config=spec.slots, spec=spec, **arguments)
-
-    assert count_device_reads(masks) == 0
+    spec, observation = ActionSpec(), example(ActionSpec())
+    assert count_device_reads(lambda: compute_masks(observation, spec)) == 0
 
 
 # Bad input. Annotations are checked in tests, so what they would catch first is
@@ -255,42 +246,43 @@ def test_rows_that_are_no_slots_are_refused(rows, message):
         ("alpha_settled", "yes"),
     ],
 )
-def test_a_slot_state_that_cannot_be_is_named(field, value):
-    seed = SlotMaskState(Stage.TRAINING, 1, True)
-    object.__setattr__(seed, field, value)
-    rows = [[seed] * 3] if value is True else [[None] * 3, [None, None, seed]]
-    place = "slot 0 of environment 0" if value is True else "slot 2 of environment 1"
+@pytest.mark.usefixtures("unchecked")
+def test_a_slot_state_that_cannot_be_is_refused(field, value):
+    given = {"stage": Stage.TRAINING, "age": 1, "alpha_settled": True, field: value}
     with pytest.raises(
-        InvalidInputError, match=f"{place} must have a Stage.*{field}={value!r}"
+        InvalidInputError, match=f"must have a Stage.*{field}={value!r}"
     ):
-        batch_masks(rows, SlotConfig())
+        SlotMaskState(**given)
 
 
 @pytest.mark.parametrize(
     ("field", "spoil", "message"),
     [
-        ("stage", lambda x: x.int(), r"stage must be .*int64 on cpu .* got .*int32"),
-        ("stage", lambda x: x[:, :2], r"stage must be \[3, 3\] .* got \[3, 2\]"),
-        ("age", lambda x: x.float(), r"age must be .*int64 on cpu .* got .*float32"),
-        ("alpha_settled", lambda x: x.int(), "alpha_settled must be .*bool on"),
+        ("stage", lambda x: x.int(), r"stage must be .*int64 .* got .*int32"),
+        ("stage", lambda x: x[:, :2], r"stage must be .* \(3, 3\) .* got .* \(3, 2\)"),
+        ("age", lambda x: x.float(), r"age must be .*int64 .* got .*float32"),
+        ("alpha_settled", lambda x: x.int(), "alpha_settled must be .*bool"),
         ("stage", lambda x: x + 6, r"stage must lie in 0\.\.5, got 6\.\.6"),
         ("stage", lambda x: x - 1, r"stage must lie in 0\.\.5, got -1\.\.-1"),
-        ("fits", lambda x: x.float(), "fits must be .*bool on .* got .*float32"),
-        ("fits", lambda x: x.to("meta"), "fits .* on cpu .* on meta"),
-        ("costs", lambda x: x[:1], r"costs must be \[3, 3, 16\] .* got \[1, 3, 16\]"),
-        ("costs", lambda x: None, "budget_left needs costs"),
-        ("budget_left", lambda x: x[:, None], r"budget_left must be \[3\] .* \[3, 1\]"),
+        ("fits", lambda x: x.float(), "fits must be .*bool .* got .*float32"),
+        ("fits", lambda x: x.to("meta"), "fits .* on cpu, .* on meta"),
+        (
+            "parameters",
+            lambda x: x[:1],
+            r"parameters must be .* got .* \(1, 3, 16\)",
+        ),
+        ("budget_left", lambda x: x[:, None], r"budget_left must be .* \(3, 1\)"),
     ],
 )
 def test_states_and_offers_of_a_wrong_kind_are_refused(field, spoil, message):
-    arguments = example(ActionSpec())
-    if field in arguments:
-        arguments[field] = spoil(arguments[field])
-    else:
-        states = arguments["batch_slot_states"]
-        object.__setattr__(states, field, spoil(getattr(states, field)))
+    observation = example(ActionSpec())
+    for record in (observation.host, observation.slots, observation.offers):
+        if field in record.__slots__ and not (
+            field == "parameters" and record is observation.slots
+        ):
+            object.__setattr__(record, field, spoil(getattr(record, field)))
     with pytest.raises(InvalidInputError, match=message):
-        batch_masks(slot_config=SlotConfig(), **arguments)
+        compute_masks(observation, ActionSpec())
 
 
 @pytest.mark.parametrize("config", [None, {"max_slots": 3}])
@@ -299,10 +291,3 @@ def test_a_slot_config_that_is_none_is_refused(config):
         InvalidInputError, match="slot_config must be a SlotConfig, got"
     ):
         batch_masks([[None] * 3], config)
-
-
-def test_a_slot_config_that_contradicts_the_spec_is_refused():
-    with pytest.raises(
-        InvalidInputError, match=r"max_slots=3.* and .*max_slots=2.*spec\.slots"
-    ):
-        compute_batch_masks([[None] * 2], SlotConfig(max_slots=2), spec=ActionSpec())

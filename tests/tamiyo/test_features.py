@@ -205,8 +205,11 @@ def test_a_blueprint_is_described_by_form_size_and_whether_it_merges():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ActionSpec(), r"SlotStates.stage must be \[2, 3\] .* got \[2, 2\]"),
-        (ActionSpec(SlotConfig(2), BLUEPRINTS[:5]), r"Offers.fits must be \[2, 2, 5\]"),
+        (ActionSpec(), r"SlotStates.stage must be .* \(2, 3\) .* got .* \(2, 2\)"),
+        (
+            ActionSpec(SlotConfig(2), BLUEPRINTS[:5]),
+            r"fits must be .* \(2, 2, 5\)",
+        ),
     ],
 )
 def test_an_observation_of_another_action_space_is_refused(spec, message):
@@ -217,10 +220,10 @@ def test_an_observation_of_another_action_space_is_refused(spec, message):
 @pytest.mark.parametrize(
     ("record", "field", "message"),
     [
-        ("host", "rent", r"HostStates.rent must be \[2\] .* got \[1\]"),
-        ("host", "loss", r"HostStates.loss must be \[2\] on cpu, got \[1\]"),
-        ("slots", "depth", r"SlotStates.depth must be \[2, 2\] on cpu, got \[1, 2\]"),
-        ("offers", "macs", r"BlueprintOffers.macs must be \[2, 2, 3\] on cpu, got"),
+        ("host", "rent", r"HostStates.rent must be .* got .* \(1,\)"),
+        ("host", "loss", r"HostStates.loss must be .* got .* \(1,\)"),
+        ("slots", "depth", r"SlotStates.depth must be .* got .* \(1, 2\)"),
+        ("offers", "macs", r"BlueprintOffers.macs must be .* \(2, 2, 3\) on cpu, got"),
     ],
 )
 def test_a_field_unlike_its_neighbours_is_named(record, field, message):

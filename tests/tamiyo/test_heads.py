@@ -55,13 +55,13 @@ def test_without_causality_heads_that_the_op_does_not_use_are_open():
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        *[("op", lambda x, to=kind: x.to(to), f"bool, got {kind}") for kind in WRONG],
-        *[(n, lambda x: x.to(torch.uint8), "bool, got torch.uint8") for n in TABLES],
-        ("op", lambda x: x[:4], r"\[5, 6\] .*got \[4, 6\]"),
-        ("op", lambda x: x[:1], r"\[5, 6\]"),
-        ("slot", lambda x: x.transpose(1, 2), r"\[5, 6, 3\]"),
-        ("blueprint", lambda x: x[..., :1], r"\[5, 3, 7\]"),
-        ("fixed", lambda x: x[:1], r"\[5, 8, 7\]"),
+        *[("op", lambda x, to=kind: x.to(to), f".*, got {kind}") for kind in WRONG],
+        *[(n, lambda x: x.to(torch.uint8), ".*, got torch.uint8") for n in TABLES],
+        ("op", lambda x: x[:4], r".* \(5, 6\) .*got .* \(4, 6\)"),
+        ("op", lambda x: x[:1], r".* \(5, 6\)"),
+        ("slot", lambda x: x.transpose(1, 2), r".* \(5, 6, 3\)"),
+        ("blueprint", lambda x: x[..., :1], r".* \(5, 3, 7\)"),
+        ("fixed", lambda x: x[:1], r".* \(5, 8, 7\)"),
     ],
 )
 def test_masks_of_another_kind_are_refused_even_if_they_would_broadcast(

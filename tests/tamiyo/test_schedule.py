@@ -231,8 +231,8 @@ def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Schedule(count=-1), "count must be an integer .*, got -1"),
-        (lambda: Schedule(keep=True), "keep must be an integer .*, got True"),
+        (lambda: Schedule(count=-1), "count must be a whole number .*, got -1"),
+        (lambda: Schedule(keep=True), "keep must be a whole number .*, got True"),
         (lambda: Schedule(start=-0.1), "start must be at least 0, got -0.1"),
         (lambda: Schedule(every=nan), "every must be at least 0, got nan"),
         (lambda: Schedule(cut=-1.0), "cut must be at least 0"),

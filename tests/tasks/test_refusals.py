@@ -60,7 +60,7 @@ TERMS = [
     ({"name": ""}, "a task name must be"),
     ({"data": None}, "data must be a function of rng_seed; got NoneType"),
     ({"host": torch.nn.Linear(2, 2)}, "MlpHost or a CnnHost; got Linear"),
-    ({"batch": 0}, "batch must be an integer of at least 1; got 0"),
+    ({"batch": 0}, "batch must be a whole number of at least 1, got 0"),
     ({"horizon": 2.5}, "horizon must .* got 2.5"),
     ({"compute": 0}, "compute must .* got 0"),
     ({"learning_rate": 0.0}, "learning_rate must be > 0 .* got 0.0 and 0.01"),
@@ -68,13 +68,13 @@ TERMS = [
     ({"weight_decay": -1.0}, "got 0.004 and -1.0"),
 ]
 SPLITS = [
-    (lambda: split(rows(9), 0, least_deviation=-0.1), "0 and 1; got -0.1"),
-    (lambda: split(rows(9), 0, least_deviation=nan), "0 and 1; got nan"),
+    (lambda: split(rows(9), 0, least_deviation=-0.1), r"lie in \[0, 1\], got -0.1"),
+    (lambda: split(rows(9), 0, least_deviation=nan), r"lie in \[0, 1\], got nan"),
     (lambda: split(rows(50), 0, (0.5, 0.5)), "three positive"),
     (lambda: split(rows(50), 0, (0.6, 0.6, -0.2)), "three positive"),
     (lambda: split(rows(50), 0, (0.6, 0.2, 0.1)), "three positive"),
     (lambda: split(rows(3), 0), "too few rows .* got 3"),
-    (lambda: split(rows(50), -1), "0 or more; got -1"),
+    (lambda: split(rows(50), -1), "at least 0, got -1"),
     (lambda: check_data(rows(63), batch=64), "one batch of 64 rows .* got 63"),
     (lambda: check_data(Data("still", FEW, torch.ones(2), 1)), "differ; all 2 are 1"),
     (lambda: check_data(rows(9, kinds=1)), "must differ; all 9 are 0"),
@@ -92,7 +92,10 @@ CNNS = [
     (((28, 28), (4, 8), 10), "image must be a tuple of at least 3"),
     (((1, 28, 28), (), 10), "channels must be a tuple of at least 1"),
     (((1, 28, 28), (4, -8), 10), r"got \(4, -8\)"),
-    (((1, 28, 28), (4, 8), 0), "at least 2, or 1 for regression; got 0"),
+    (
+        ((1, 28, 28), (4, 8), 0),
+        "num_outputs must be a whole number .* got 0",
+    ),
 ]
 NAMES = [
     (lambda: task("leter"), "got 'leter'; did you mean 'letter'"),

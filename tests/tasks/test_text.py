@@ -19,11 +19,15 @@ from esper.tasks.text import (
     characters,
     codes,
     common,
-    decode,
     encode,
     text,
     windows,
 )
+
+
+def decode(ids):
+    """The characters of ids."""
+    return "".join(ALPHABET[number] for number in ids.tolist())
 
 
 def paragraphs(ids):

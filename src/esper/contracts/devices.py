@@ -1,6 +1,6 @@
-"""Devices that are available on this machine, and copies to them."""
+"""Kind and device of tensors: checks, and copies to a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
@@ -21,6 +21,28 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise InvalidInputError(
             f"device '{device}' cannot be used here: {reason}"
         ) from None
+
+
+def require_tensor(
+    name: str,
+    value: object,
+    shape: Sequence[int],
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    hint: str = "Convert it.",
+) -> None:
+    """Raise an error unless a value is a tensor of this shape, dtype and device."""
+    dtypes = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    found = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.shape == shape and value.dtype in dtypes and value.device == device:
+            return
+        found = f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+    wanted = " or ".join(map(str, dtypes))
+    raise InvalidInputError(
+        f"{name} must be {wanted} of shape {tuple(shape)} on {device}, got {found}. "
+        f"{hint}"
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Tree) -> Tree:

@@ -9,7 +9,6 @@ than tanh.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -113,32 +112,3 @@ def feature_leaves(slots: int, blueprints: int) -> dict[str, Leaf]:
         "slots": Leaf((slots, len(SLOT_COLUMNS))),
         "offers": Leaf((slots, blueprints, len(OFFER_COLUMNS))),
     }
-
-
-def feature_table(
-    columns: tuple[Column, ...], record: object, **computed: Tensor
-) -> Float[Tensor, "*batch column"]:
-    """Return bounded columns: `computed` by name, or fields of the record."""
-    values = torch.stack(
-        [
-            (
-                computed[c.name] if c.name in computed else getattr(record, c.name)
-            ).float()
-            for c in columns
-        ],
-        dim=-1,
-    )
-    plain, bend = feature_scales(columns, values.device)
-    return values.div_(plain + bend * values.abs()).clamp_(-1.0, 1.0)
-
-
-@cache
-@torch.inference_mode(False)  # also used outside of inference mode
-def feature_scales(
-    columns: tuple[Column, ...], device: torch.device
-) -> Float[Tensor, "2 column"]:
-    """Return plain and bend of y = x / (plain + bend |x|) for each column."""
-    return torch.tensor(
-        [(1.0, 0.0) if c.half is None else (c.half, 1.0) for c in columns],
-        device=device,
-    ).T

@@ -6,9 +6,11 @@ features, lifecycle and reward are functions of it, without a loop over slots.
 
 from dataclasses import dataclass
 
+import numpy as np
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 
@@ -24,12 +26,8 @@ class SlotConfig:
 
     def __post_init__(self) -> None:
         """Validate the fields."""
-        if self.max_slots < 1:
-            raise InvalidInputError(
-                f"max_slots must be at least 1, got {self.max_slots}."
-            )
-        if self.min_age < 0:
-            raise InvalidInputError(f"min_age must be at least 0, got {self.min_age}.")
+        require_int("max_slots", self.max_slots, 1)
+        require_int("min_age", self.min_age, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,20 @@ class SlotMaskState:
     """Steps spent in this stage."""
     alpha_settled: bool
     """Whether alpha has reached its target."""
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        counts = (self.stage, self.age)
+        if (
+            any(type(x) is bool or not isinstance(x, int | np.integer) for x in counts)
+            or self.stage not in range(len(Stage))
+            or self.age not in range(2**63)
+            or not isinstance(self.alpha_settled, bool | np.bool_)
+        ):
+            raise InvalidInputError(
+                "a slot must have a Stage, an age of at least 0 and a bool "
+                f"alpha_settled, got {self!r}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

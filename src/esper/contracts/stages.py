@@ -79,9 +79,6 @@ SETTLES_TO: Final[Mapping[Stage, Stage]] = MappingProxyType(
 )
 """Stage that follows without an op once alpha has reached its target."""
 
-LIVING: Final = tuple(stage for stage in Stage if (Op.PRUNE, stage) in TRANSITIONS)
-"""Stages in which a seed can be pruned."""
-
 
 def is_legal(op: Op, stage: Stage, *, old_enough: bool, settled: bool) -> bool:
     """Whether the op is legal for a slot in this stage."""

@@ -7,9 +7,9 @@ the next episode and `final` the last of the old one.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Generator, Tensor
 
 from esper.contracts.actions import ActionMasks, ActionSpec
@@ -92,18 +92,23 @@ class EpisodeReport:
     panicked: Bool[Tensor, " ended"]
 
 
+Seen = TypeVar("Seen", covariant=True)
+"""Observation of a world. `Seen.episode_start` is where episodes start; `Seen.acts` is
+where the next action counts, None if everywhere."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(Generic[Seen]):
     """Result of one step in all environments."""
 
-    observation: Observation
+    observation: Seen
     """The next observation; the first of a new episode where one ended."""
     reward: Float[Tensor, " env"]
     terminated: Bool[Tensor, " env"]
     """The episode has no future."""
     truncated: Bool[Tensor, " env"]
     """The episode was cut although it had a future."""
-    final: Observation | None = None
+    final: Seen | None = None
     """The last observation where truncated; None if nothing was truncated."""
     illegal: Bool[Tensor, " env"] | None = None
     """Where the action was illegal; None if the world does not report it."""
@@ -112,21 +117,27 @@ class StepResult:
 
 
 @runtime_checkable
-class VectorWorld(Protocol):
+class World(Protocol[Seen]):
     """Environments that step together."""
 
-    spec: ActionSpec
     num_envs: int
     group_size: int = 1
     """Consecutive environments that share data, batches and terms."""
 
-    def reset(self) -> Observation:
+    def reset(self) -> Seen:
         """Start a new episode in every environment."""
         ...
 
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+    def step(self, actions: Shaped[Tensor, "env head"]) -> StepResult[Seen]:
         """Take one action per environment; ended environments are reset."""
         ...
+
+
+@runtime_checkable
+class VectorWorld(World[Observation], Protocol):
+    """Hosts that train and grow together."""
+
+    spec: ActionSpec
 
 
 ControllerState = Tensor | tuple[Tensor, ...] | None

@@ -11,13 +11,14 @@ rate falls with compute and nothing depends on the end.
 """
 
 from dataclasses import dataclass
-from math import isfinite, log
+from math import log
 from typing import Final, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from esper.contracts.checks import require_number, require_one_of
 from esper.contracts.errors import InvalidInputError
 
 ClockKind = Literal["compute", "batches"]
@@ -36,6 +37,8 @@ FALL: Final = 0.3
 """Exponent of the decay of the learning rate (`anytime`)."""
 LEVEL: Final = 16.0
 """Compute after which that decay sets in, in batches of the initial host."""
+LONGEST: Final = 1e30
+"""Maximum of an interval or ratio."""
 TIME_TOLERANCE: Final = 1e-9
 """Relative tolerance of times, against rounding."""
 
@@ -55,20 +58,10 @@ class Clock:
 
     def __post_init__(self) -> None:
         """Check the kind, the first interval and the ratio."""
-        for name, value, known in (
-            ("clock", self.kind, CLOCKS),
-            ("stop", self.stop, ENDS),
-        ):
-            if value not in known:
-                raise InvalidInputError(
-                    f"{name} must be one of {', '.join(known)}, got {value!r}."
-                )
-        if not (isfinite(self.first) and self.first >= 1):
-            raise InvalidInputError(
-                f"first must be at least one batch of the initial host, got "
-                f"{self.first}."
-            )
-        if self.kind == "compute" and not (isfinite(self.ratio) and self.ratio > 1):
+        require_one_of("clock", self.kind, CLOCKS)
+        require_one_of("stop", self.stop, ENDS)
+        require_number("first", self.first, 1.0, LONGEST)
+        if self.kind == "compute" and not 1 < self.ratio <= LONGEST:
             raise InvalidInputError(f"ratio must be more than 1, got {self.ratio}.")
 
     def times(self) -> Float[Tensor, " decision"]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, ActionSpec, Op
 from esper.contracts.blueprints import Blueprint
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidStateError
 from esper.contracts.slots import SlotConfig, SlotStates
 from esper.contracts.stages import Stage
@@ -45,7 +46,6 @@ from esper.environment.settings import (
     SCORED_ROWS,
     WorldSettings,
     check_actions,
-    check_count,
     find_blueprints,
 )
 from esper.growth import lifecycle
@@ -100,8 +100,8 @@ class GrowingWorld(Stateful, VectorWorld):
         *,
         settings: WorldSettings | None = None,
     ) -> None:
-        check_count("num_envs", num_envs, 1)
-        check_count("rng_seed", rng_seed, 0)
+        require_int("num_envs", num_envs, 1)
+        require_int("rng_seed", rng_seed, 0)
         self.settings = settings = settings or WorldSettings()
         self.task = task = settings.applied_to(task)
         self.host, self.clock = task.host, settings.clock_of(task)
@@ -156,7 +156,7 @@ class GrowingWorld(Stateful, VectorWorld):
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult[Observation]:
         """Act and train until the next decision; ended episodes restart."""
         if not self._episodes.begun.all():
             raise InvalidStateError("step() before reset(); call reset() first.")

@@ -5,10 +5,10 @@ r"""Network growth as a Gymnasium environment.
 
 An action is an integer (`FlatActions`): WAIT, or an op in a slot, with the blueprint of
 GERMINATE and the target of SET_ALPHA; other heads have defaults. An observation is a
-row in [-1, 1] (`flatten`): fractions and flags are clamped, unbounded sizes become
-x / (half + |x|), and unknown values are 0 with a flag. The mask is `action_masks()` and
-`info["action_mask"]`. An illegal action becomes WAIT, costs the penalty and sets
-`info["invalid"]`. The test score is in the last info of an episode only.
+row in [-1, 1] (`flatten`): the features of `contracts.features`; unknown values are 0
+with a flag. The mask is `action_masks()` and `info["action_mask"]`. An illegal action
+becomes WAIT, costs the penalty and sets `info["invalid"]`. The test score is in the
+last info of an episode only.
 
 The same seed gives the same episodes; without a seed, the run continues.
 """
@@ -20,25 +20,20 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, ActionSpec, Op
+from esper.contracts.checks import require_int
 from esper.contracts.devices import map_tensors
 from esper.contracts.errors import InvalidInputError, InvalidStateError, unknown
-from esper.contracts.features import (
-    HOST_COLUMNS,
-    OFFER_COLUMNS,
-    SLOT_COLUMNS,
-    STAGE_COLUMNS,
-    feature_table,
-)
-from esper.contracts.stages import LEGAL, Stage
+from esper.contracts.feature_tables import feature_tables
+from esper.contracts.features import HOST_COLUMNS, OFFER_COLUMNS, SLOT_COLUMNS
+from esper.contracts.stages import LEGAL
 from esper.contracts.world import EpisodeReport, Observation
 from esper.environment.growing import GrowingWorld
-from esper.environment.settings import TERMS, WorldSettings, check_count
+from esper.environment.settings import TERMS, WorldSettings
 from esper.tasks.task import Task
 
 try:
@@ -124,62 +119,29 @@ class FlatActions:
         return (op == Op.WAIT) | (legal & (plantable | (op != Op.GERMINATE)))
 
 
-COMBINED: Final = ("small_rent", "net_contribution", "net_promise")
-"""Columns that repeat or combine others."""
-HOST, SLOT, OFFER = (
-    tuple(column for column in table if column.name not in without)
-    for table, without in (
-        (HOST_COLUMNS, COMBINED),
-        (SLOT_COLUMNS, COMBINED),
-        (OFFER_COLUMNS, (*COMBINED, "rent")),
-    )
-)
-"""Features of a host, of a slot, and of a blueprint at a slot."""
 HUGE: Final = 1e8
-"""Replaces infinite sizes."""
+"""Larger sizes are clamped to this."""
 
 
 def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
     """Return the observation of every environment as one row in [-1, 1]."""
-    unlimited = observation.host.budget_left.isinf()
-    observation = map_tensors(
-        lambda x: x.nan_to_num(posinf=HUGE, neginf=-HUGE), observation
-    )
-    host, slots, offers = observation.host, observation.slots, observation.offers
-    kinds = torch.arange(offers.fits.shape[2])
-    measured = slots.contribution_measured
-    one_hot = F.one_hot(slots.stage, len(Stage))
-    tables = (
-        feature_table(
-            HOST,
-            host,
-            budget_left=torch.where(unlimited, 0.0, host.budget_left),
-            budget_unlimited=unlimited,
-        ),
-        feature_table(
-            SLOT,
-            slots,
-            contribution=torch.where(measured, slots.contribution, 0.0),
-            **dict(zip(STAGE_COLUMNS, one_hot.unbind(-1), strict=True)),
-        ),
-        feature_table(
-            OFFER,
-            offers,
-            affordable=offers.parameters <= host.budget_left[:, None, None],
-            planted=slots.blueprint.unsqueeze(2) == kinds,
-            promise=torch.where(offers.promise_known, offers.promise, 0.0),
-        ),
-    )
-    return torch.cat([table.flatten(1) for table in tables], dim=1)
+
+    def finite(x: Tensor) -> Tensor:
+        return x.nan_to_num().clamp(-HUGE, HUGE) if x.is_floating_point() else x
+
+    tables = feature_tables(map_tensors(finite, observation))
+    parts = (tables.host, tables.slots, tables.offers)
+    return torch.cat([table.flatten(1) for table in parts], dim=1)
 
 
 def feature_names(spec: ActionSpec) -> tuple[str, ...]:
     """Return the name of each feature, such as `slot 2 widen_8 promise`."""
     slots, kinds = range(spec.slots.max_slots), [b.name for b in spec.blueprints]
+    offered = [f"{kind} {c.name}" for kind in kinds for c in OFFER_COLUMNS]
     return (
-        *(f"host {c.name}" for c in HOST),
-        *(f"slot {slot} {c.name}" for slot in slots for c in SLOT),
-        *(f"slot {s} {kind} {c.name}" for s in slots for kind in kinds for c in OFFER),
+        *(f"host {c.name}" for c in HOST_COLUMNS),
+        *(f"slot {slot} {c.name}" for slot in slots for c in SLOT_COLUMNS),
+        *(f"slot {slot} {name}" for slot in slots for name in offered),
     )
 
 
@@ -252,7 +214,7 @@ class GrowVectorEnv(VectorEnv[Row, object, NDArray[Any]]):
         """
         if seed is not None or options or self.observation is None:
             if seed is not None:
-                check_count("seed", seed, 0)
+                require_int("seed", seed, 0)
             run = int(self.np_random.integers(2**31)) if seed is None else int(seed)
             world = self._new_world(run, options)
             self.observation, self.world = world.reset(), world
@@ -337,22 +299,10 @@ class GrowEnv(gymnasium.Env[Row, object]):
     """One host that trains and grows.
 
     Args:
-        render_mode: `ansi`: `render()` returns a line about the host.
         settings: Fields of `WorldSettings`, and `task` (a task or its name).
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
-
-    def __init__(
-        self,
-        render_mode: str | None = None,
-        **settings: Any,  # noqa: ANN401
-    ) -> None:
-        if render_mode not in (None, "ansi"):
-            raise InvalidInputError(
-                f"render_mode must be None or 'ansi', got {render_mode!r}."
-            )
-        self.render_mode = render_mode
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
         self._vector = GrowVectorEnv(1, **settings)
         self.actions = self._vector.actions
         """Meaning of every action."""
@@ -398,17 +348,6 @@ class GrowEnv(gymnasium.Env[Row, object]):
                 "action_masks() before reset(); call reset() first."
             )
         return _numpy(self.actions.legal(self._now)[0])
-
-    def render(self) -> str | None:
-        """Return progress, score and slots as text; None without a render mode."""
-        if self.render_mode is None or self._now is None:
-            return None
-        host, slots = self._now.host, self._now.slots
-        seeds = (Stage(stage).name.lower() for stage in slots.stage[0].tolist())
-        return (
-            f"{float(host.progress[0]):.0%} score {float(host.score[0]):.3f} "
-            f"added {float(host.added[0]):.2f} slots {' '.join(seeds)}"
-        )
 
 
 def _results(ended: EpisodeReport, over: NDArray[np.bool_]) -> Info:

@@ -6,15 +6,16 @@ Rent, budget and rate are numbers, or ranges (low, high) to draw from in every e
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from numbers import Integral, Real
+from numbers import Real
 from sys import float_info
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
+from esper.contracts.checks import require_int
+from esper.contracts.devices import require_tensor
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.environment.clock import Clock, ClockKind, Stop
 from esper.tasks.task import Task
@@ -104,9 +105,9 @@ class WorldSettings:
         """Check all fields."""
         for name in ("horizon", "decision_every", "slots"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
+                require_int(name, getattr(self, name), 1)
         for name in ("seeds_per_slot", "tick", "group_size"):
-            check_count(name, getattr(self, name), 1)
+            require_int(name, getattr(self, name), 1)
         for name in TERMS:
             self.range_of(name)
         penalty, names = self.penalty, self.blueprints
@@ -195,26 +196,10 @@ def as_range(name: str, term: Any) -> tuple[float, float]:  # noqa: ANN401
     )
 
 
-def check_count(name: str, count: Any, least: int) -> None:  # noqa: ANN401
-    """Raise an error unless `count` is an integer of at least `least`."""
-    whole = isinstance(count, Integral) and not isinstance(count, bool)
-    if not whole or count < least:
-        raise InvalidInputError(
-            f"{name} must be a whole number of at least {least}, got {count!r:.99}."
-        )
-
-
 def check_actions(actions: Any, envs: int) -> None:  # noqa: ANN401
     """Check type, dtype and shape of actions."""
-    if not isinstance(actions, Tensor):
-        raise InvalidInputError(
-            f"actions must be a tensor, got {type(actions).__name__}."
-        )
-    if actions.dtype != torch.int64 or actions.shape != (envs, NUM_HEADS):
-        raise InvalidInputError(
-            f"actions must be int64 of shape {(envs, NUM_HEADS)}, got {actions.dtype} "
-            f"of shape {tuple(actions.shape)}."
-        )
+    device = getattr(actions, "device", torch.device("cpu"))
+    require_tensor("actions", actions, (envs, NUM_HEADS), torch.int64, device)
 
 
 def _is_number(value: object) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from esper.contracts.actions import NUM_HEADS, ActionSpec
-from esper.contracts.world import Controller, StepResult
+from esper.contracts.world import Controller, Observation, StepResult
 from esper.environment.clock import STOPS
 from esper.environment.settings import LOOKED_ROWS, SCORED_ROWS, WorldSettings
 from esper.evaluation.sizes import size_baseline
@@ -364,7 +364,7 @@ def evaluate_episode(
     running = torch.ones(hosts, dtype=torch.bool)
     at_stops = _AtStops(world)
 
-    def add(actions: Tensor, result: StepResult) -> None:
+    def add(actions: Tensor, result: StepResult[Observation]) -> None:
         nonlocal running
         # After the end of an episode, the observation is of the next one.
         score = result.observation.host.score.double()

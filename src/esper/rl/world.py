@@ -1,14 +1,14 @@
 """Gymnasium environments as a `World` for rollouts."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from esper.contracts.world import EpisodeReport
+from esper.contracts.world import StepResult
 from esper.rl.observations import ObservationReader
 from esper.rl.vector import Vector, View
 
@@ -22,18 +22,6 @@ class GymSeen:
     episode_start: Bool[Tensor, " env"]
     acts: Bool[Tensor, " env"] | None
     """Environments whose next action counts; None: all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class GymStep:
-    """Result of one step of all environments."""
-
-    observation: GymSeen
-    reward: Float[Tensor, " env"]
-    terminated: Bool[Tensor, " env"]
-    truncated: Bool[Tensor, " env"]
-    final: GymSeen | None
-    report: ClassVar[EpisodeReport | None] = None
 
 
 class GymWorld:
@@ -59,18 +47,18 @@ class GymWorld:
         """Start a new episode in every environment."""
         return self._seen(self.vector.reset(self.seed))
 
-    def step(self, actions: Shaped[Tensor, "env head"]) -> GymStep:
+    def step(self, actions: Shaped[Tensor, "env head"]) -> StepResult[GymSeen]:
         """Step every environment."""
         acts, step = self._acts, self.vector.step(self.vector.spec.to_env(actions))
         final = None
         if (step.truncated & ~step.terminated & acts).any():
             final = self._seen(step.view, step.final, acts)
-        return GymStep(
-            self._seen(step.view),
-            torch.from_numpy(step.rewards),
-            torch.from_numpy(step.terminated),
-            torch.from_numpy(step.truncated),
-            final,
+        return StepResult(
+            observation=self._seen(step.view),
+            reward=torch.from_numpy(step.rewards),
+            terminated=torch.from_numpy(step.terminated),
+            truncated=torch.from_numpy(step.truncated),
+            final=final,
         )
 
     def _seen(

@@ -8,87 +8,17 @@ device, and the actions back.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Generator, Tensor
 
 from esper.contracts.devices import to_device
 from esper.contracts.errors import InvalidStateError
-from esper.contracts.world import EpisodeReport
+from esper.contracts.world import EpisodeReport, StepResult, World
 from esper.simic.agent.distribution import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-
-
-@runtime_checkable
-class Seen(Protocol):
-    """What a world shows of all environments before they act."""
-
-    @property
-    def episode_start(self) -> Bool[Tensor, " env"]:
-        """Whether it is the first observation of an episode."""
-        ...
-
-    @property
-    def acts(self) -> Bool[Tensor, " env"] | None:
-        """Environments whose next action counts; None: all of them."""
-        ...
-
-
-@runtime_checkable
-class WorldStep(Protocol):
-    """What one action of all environments leads to; `StepResult` is one."""
-
-    @property
-    def observation(self) -> Any:  # noqa: ANN401
-        """The next observation; of a new episode where the old one ended."""
-        ...
-
-    @property
-    def reward(self) -> Float[Tensor, " env"]:
-        """Reward of the step."""
-        ...
-
-    @property
-    def terminated(self) -> Bool[Tensor, " env"]:
-        """Whether the episode has no future."""
-        ...
-
-    @property
-    def truncated(self) -> Bool[Tensor, " env"]:
-        """Whether the episode was cut although it had a future."""
-        ...
-
-    @property
-    def final(self) -> Any:  # noqa: ANN401
-        """The true last observation where truncated; None if nothing was."""
-        ...
-
-    @property
-    def report(self) -> EpisodeReport | None:
-        """Results of the networks whose episodes ended, if the world has any."""
-        ...
-
-
-@runtime_checkable
-class World(Protocol):
-    """Many environments that step together; `VectorWorld` is one."""
-
-    num_envs: int
-
-    @property
-    def group_size(self) -> int:
-        """Environments in a row that share random numbers."""
-        ...
-
-    def reset(self) -> Any:  # noqa: ANN401
-        """Start a new episode everywhere and return what is seen."""
-        ...
-
-    def step(self, actions: Shaped[Tensor, "env head"]) -> WorldStep:
-        """Act everywhere."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +40,7 @@ class Transition:
 
     observation: Any
     actions: Shaped[Tensor, "env head"]
-    result: Any
+    result: StepResult[Any]
     returns: Float[Tensor, " env"]
     """Rewards of the episode, including this step."""
 
@@ -167,7 +97,7 @@ class Episodes:
         zeros = torch.zeros(envs, dtype=torch.int64)
         return cls(zeros.double(), zeros)
 
-    def add(self, acts: Tensor | None, result: WorldStep) -> Tensor:
+    def add(self, acts: Tensor | None, result: StepResult[Any]) -> Tensor:
         """Count one step; returns the rewards so far, this step included."""
         acted = torch.ones_like(result.terminated) if acts is None else acts
         self.returns += torch.where(acted, result.reward, 0.0)
@@ -194,7 +124,7 @@ class Episodes:
         return EpisodeStats(env, step, returns, lengths, self._env_steps, reports)
 
 
-def start(world: World, policy: Policy) -> RolloutState:
+def start(world: World[Any], policy: Policy) -> RolloutState:
     """Start a new episode everywhere, with empty memory."""
     fresh = Episodes.none(world.num_envs)
     memory = policy.initial_state(world.num_envs)
@@ -204,7 +134,7 @@ def start(world: World, policy: Policy) -> RolloutState:
 @torch.inference_mode()
 def collect(
     policy: Policy,
-    world: World,
+    world: World[Any],
     state: RolloutState,
     buffer: TamiyoRolloutBuffer,
     generator: Generator,
@@ -265,7 +195,7 @@ def collect(
 
 @torch.inference_mode()
 def play(
-    world: World,
+    world: World[Any],
     decide: Callable[[Any, Any], tuple[Shaped[Tensor, "env head"], Any]],
     quota: Int64[Tensor, " env"] | None = None,
     *,

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from esper.contracts.world import Controller, StepResult, VectorWorld
+from esper.contracts.world import Controller, Observation, StepResult, VectorWorld
 from esper.simic import rollout
 from esper.tamiyo.policy.action_masks import compute_masks
 
@@ -17,7 +17,7 @@ def play(
     generator: Generator,
     *,
     max_steps: int = 10_000,
-    on_step: Callable[[Tensor, StepResult], None] | None = None,
+    on_step: Callable[[Tensor, StepResult[Observation]], None] | None = None,
 ) -> Float[Tensor, " env"]:
     """Return of one whole episode per environment under `controller`.
 

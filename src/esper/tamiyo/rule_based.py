@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NOMINAL_WIDTH, Form
+from esper.contracts.checks import require_number
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, ControllerState, Observation
@@ -139,8 +140,7 @@ class Plateau(SizePreference):
     """
 
     def __init__(self, spec: ActionSpec, patience: float = 0.1) -> None:
-        if not 0.0 <= patience <= 1.0:
-            raise InvalidInputError(f"patience must lie in [0, 1], got {patience}.")
+        require_number("patience", patience, 0.0, 1.0)
         super().__init__(spec)
         self.patience = patience
 
@@ -162,8 +162,7 @@ class ByRent(SizePreference):
     blending = BLEND_AT_ONCE
 
     def __init__(self, spec: ActionSpec, limit: float = 0.02) -> None:
-        if not limit >= 0.0:
-            raise InvalidInputError(f"limit must be at least 0, got {limit}.")
+        require_number("limit", limit)
         super().__init__(spec)
         self.limit = limit
 

@@ -2,13 +2,13 @@
 
 The n-th growth at every place is due at start + n * every. If it was not possible then,
 it is made later. Times are fractions of the horizon, or octaves: log2 of the compute so
-far. If the end is unknown, progress stays 0. `Timetable` evaluates many schedules as
+far. If the end is unknown, progress stays 0. `Scheduled` evaluates many schedules as
 tensors; every environment may follow its own.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isnan
+from math import inf
 from typing import Final
 
 import torch
@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
+from esper.contracts.checks import require_int, require_number, require_one_of
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
 from esper.contracts.world import ControllerState, Observation
@@ -56,19 +57,10 @@ class Schedule:
     def __post_init__(self) -> None:
         """Check all values."""
         for name in ("count", "keep"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise InvalidInputError(
-                    f"{name} must be an integer of at least 0, got {count!r}."
-                )
+            require_int(name, getattr(self, name), 0)
         for name in ("start", "every", "until", "cut"):
-            time = getattr(self, name)
-            if isnan(time) or time < 0:
-                raise InvalidInputError(f"{name} must be at least 0, got {time}.")
-        if self.scale not in TIME_SCALES:
-            raise InvalidInputError(
-                f"scale must be one of {', '.join(TIME_SCALES)}, got {self.scale!r}."
-            )
+            require_number(name, getattr(self, name))
+        require_one_of("scale", self.scale, TIME_SCALES)
 
     @property
     def needs_end(self) -> bool:
@@ -99,13 +91,26 @@ BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
 is known, then by the largest rent at which each is used. Above it nothing grows."""
 
 
-class Timetable(SizePreference):
-    """Follows schedules, kept as tensors over `[plan]`; `_plan` chooses among them."""
+class Scheduled(SizePreference):
+    """Follows one schedule, or one per environment.
 
-    def __init__(self, spec: ActionSpec, schedules: Sequence[Schedule]) -> None:
+    Schedules are kept as tensors over `[plan]`; `_plan` chooses among them.
+
+    Args:
+        spec: The action space.
+        schedule: One for all environments, or a sequence with one per environment.
+    """
+
+    def __init__(
+        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
+    ) -> None:
+        schedules = [schedule] if isinstance(schedule, Schedule) else [*schedule]
         if not schedules:
             raise InvalidInputError("expected at least one schedule, got none.")
         super().__init__(spec)
+        self._count = len(schedules)
+        self.needs_end = any(plan.needs_end for plan in schedules)
+        """Whether a schedule needs to know the end of training."""
         wanted = [_wanted(spec, s.blueprint) for s in schedules]
         self._flags = torch.tensor(
             [
@@ -162,27 +167,6 @@ class Timetable(SizePreference):
 
     def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         """Return the index of the schedule of each environment."""
-        raise NotImplementedError
-
-
-class Scheduled(Timetable):
-    """Follows one schedule, or one per environment.
-
-    Args:
-        spec: The action space.
-        schedule: One for all environments, or a sequence with one per environment.
-    """
-
-    def __init__(
-        self, spec: ActionSpec, schedule: Schedule | Sequence[Schedule]
-    ) -> None:
-        given = [schedule] if isinstance(schedule, Schedule) else [*schedule]
-        super().__init__(spec, given)
-        self._count = len(given)
-        self.needs_end = any(plan.needs_end for plan in given)
-        """Whether a schedule needs to know the end of training."""
-
-    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         envs = len(observation.episode_start)
         if self._count not in (1, envs):
             raise InvalidInputError(
@@ -193,7 +177,7 @@ class Scheduled(Timetable):
         return torch.arange(self._count, device=device).expand(envs)
 
 
-class ScheduledByRent(Timetable):
+class ScheduledByRent(Scheduled):
     """Follows a schedule chosen by the rent of each environment.
 
     Args:
@@ -214,6 +198,7 @@ class ScheduledByRent(Timetable):
         nothing = Schedule(blueprint=LARGEST, count=0)
         given = [*known.values(), nothing, *unknown.values(), nothing]
         super().__init__(spec, [playable(spec, plan) for plan in given])
+        self.needs_end = False  # it has schedules for an unknown end
         self._known, self._unknown = (
             torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
         )

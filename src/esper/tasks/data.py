@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
+from esper.contracts.checks import require_int, require_number
 from esper.contracts.errors import InvalidInputError
 from esper.tasks.hosts import Loss, loss_of
 
@@ -132,10 +133,7 @@ def split(
         least_deviation: Floor of a column's standard deviation, as a fraction of that
             of all columns; 0 if columns have different units.
     """
-    if not 0 <= least_deviation <= 1:
-        raise InvalidInputError(
-            f"least_deviation must be between 0 and 1; got {least_deviation}."
-        )
+    require_number("least_deviation", least_deviation, 0.0, 1.0)
     first, second = borders(len(data), shares)
     order = random_source(rng_seed, "split").permutation(len(data))
     rows = torch.from_numpy(order).to(data.labels.device)
@@ -178,8 +176,7 @@ def borders(count: int, shares: Sequence[float]) -> tuple[int, int]:
 
 def random_source(rng_seed: int, purpose: str) -> np.random.Generator:
     """Return an independent generator for each seed and purpose."""
-    if rng_seed < 0:
-        raise InvalidInputError(f"rng_seed must be 0 or more; got {rng_seed}.")
+    require_int("rng_seed", rng_seed, 0)
     mixed = np.random.SeedSequence([rng_seed, crc32(purpose.encode())])
     return np.random.default_rng(mixed)
 

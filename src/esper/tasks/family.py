@@ -24,9 +24,8 @@ from esper.contracts.errors import unknown
 from esper.tasks.data import Data, Splits, log_uniform_int, random_source, split
 from esper.tasks.generated import VECTORS, Kind
 from esper.tasks.hosts import CnnHost, Host, MlpHost
-from esper.tasks.images import IMAGES
 from esper.tasks.task import Task
-from esper.tasks.variants import VARIANTS
+from esper.tasks.variants import IMAGES, VARIANTS
 
 ALL_KINDS: Final[Mapping[str, Kind]] = {**VARIANTS, **VECTORS, **IMAGES}
 """Function that draws the data of each kind."""

@@ -17,6 +17,7 @@ import torch
 from torch import Generator, nn
 from torch.nn.utils import skip_init
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidInputError
 
 KERNEL: Final = 3
@@ -128,7 +129,6 @@ class MlpHost(_Declared):
     def __post_init__(self) -> None:
         """Require at least two layers."""
         _check_counts("widths", self.widths, least=3)
-        _check_outputs(self.num_outputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class CnnHost(_Declared):
         """Check that the image is large enough for the pooling layers."""
         _check_counts("image", self.image, least=3)
         _check_counts("channels", self.channels, least=1)
-        _check_outputs(self.num_outputs)
+        require_int("num_outputs", self.num_outputs)
         if len(self.image) != 3 or min(self.image[1:]) < 2 ** len(self.channels):
             raise InvalidInputError(
                 f"image must be (channels, height, width) and large enough to be "
@@ -205,11 +205,4 @@ def _check_counts(word: str, counts: object, *, least: int) -> None:
         raise InvalidInputError(
             f"{word} must be a tuple of at least {least} positive integers; got "
             f"{counts!r}."
-        )
-
-
-def _check_outputs(num_outputs: object) -> None:
-    if not isinstance(num_outputs, int) or num_outputs < 1:
-        raise InvalidInputError(
-            f"num_outputs must be at least 2, or 1 for regression; got {num_outputs!r}."
         )

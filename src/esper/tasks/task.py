@@ -9,9 +9,10 @@ loss is the squared error and the score is
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import inf, prod
 from typing import Any
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Splits, check_data
 from esper.tasks.hosts import CnnHost, Loss, MlpHost, loss_of
@@ -61,14 +62,10 @@ class Task:
             )
         for word in ("batch", "decision_every", "horizon", "compute"):
             count = getattr(self, word)
-            if word == "compute" and count is None:
-                continue
-            if not isinstance(count, int) or count < 1:
-                raise InvalidInputError(
-                    f"{name}: {word} must be an integer of at least 1; got {count!r}."
-                )
+            if word != "compute" or count is not None:
+                require_int(f"{name}: {word}", count)
         rate, decay = self.learning_rate, self.weight_decay
-        if not (rate > 0 and isfinite(rate) and decay >= 0 and isfinite(decay)):
+        if not (0 < rate < inf and 0 <= decay < inf):
             raise InvalidInputError(
                 f"{name}: learning_rate must be > 0 and weight_decay >= 0, both "
                 f"finite; got {rate} and {decay}."

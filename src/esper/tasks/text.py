@@ -85,11 +85,6 @@ def encode(characters: str) -> Ids:
     return torch.tensor([ids.get(c, ids["?"]) for c in plain], dtype=torch.int64)
 
 
-def decode(ids: Ids) -> str:
-    """Return the characters of ids."""
-    return "".join(ALPHABET[number] for number in ids.tolist())
-
-
 def _without_repeats(characters: str) -> str:
     """Remove repeated paragraphs, ignoring differences in spacing."""
     paragraphs: dict[tuple[str, ...], str] = {}

@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEAD, RELEVANT, Op
-from esper.contracts.devices import to_device
-from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.contracts.checks import require_int, require_number
+from esper.contracts.errors import InvalidStateError
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Stateful
@@ -35,7 +35,7 @@ from esper.contracts.world import (
     StepResult,
     VectorWorld,
 )
-from esper.environment.settings import check_actions, check_count
+from esper.environment.settings import check_actions
 from esper.testing.slot_tables import (
     EMPTY,
     LIFE,
@@ -317,8 +317,6 @@ class SimulatedWorld(Stateful, VectorWorld):
         num_envs: Number of environments.
         rng_seed: Seed of the instances.
         hidden_share: Fraction of hidden instances.
-        device: Device of the tensors. Instances are drawn on the CPU, so they are the
-            same on every device.
     """
 
     STATE = ("_generator", "_state", "_clock")
@@ -329,22 +327,17 @@ class SimulatedWorld(Stateful, VectorWorld):
         rng_seed: int = 0,
         *,
         hidden_share: float = 0.0,
-        device: str = "cpu",
     ) -> None:
-        check_count("num_envs", num_envs, 1)
-        if not 0.0 <= hidden_share <= 1.0:
-            raise InvalidInputError(
-                f"hidden_share must lie in [0, 1], got {hidden_share}."
-            )
+        require_int("num_envs", num_envs)
+        require_number("hidden_share", hidden_share, 0.0, 1.0)
         self.spec, self.num_envs = SPEC, num_envs
         self._hidden_share = hidden_share
-        self._device = torch.device(device)
         self._generator = Generator().manual_seed(rng_seed)
-        self._tables = to_device(slot_tables(), self._device)
-        self._last = torch.tensor(SPEC.sizes, device=device) - 1
+        self._tables = slot_tables()
+        self._last = torch.tensor(SPEC.sizes) - 1
         self._zero = torch.zeros_like(self._last)
-        self._slots = torch.arange(SPEC.slots.max_slots, device=device)
-        self._restyles = RELEVANT[:, HEAD["style"]].to(device)
+        self._slots = torch.arange(SPEC.slots.max_slots)
+        self._restyles = RELEVANT[:, HEAD["style"]]
         self._state: SimulatedState | None = None
 
     @property
@@ -355,14 +348,13 @@ class SimulatedWorld(Stateful, VectorWorld):
     def reset(self) -> Observation:
         """Start a new episode everywhere."""
         instances = self._draw()
-        self._clock = instances.clock  # on the CPU: ends need no device read
-        instances = to_device(instances, self._device)
+        self._clock = instances.clock
         slots = (instances.life, instances.blueprint, instances.style)
         self._state = SimulatedState.of(instances, slots, self._tables.worth)
-        first = torch.ones(self.num_envs, dtype=torch.bool, device=self._device)
+        first = torch.ones(self.num_envs, dtype=torch.bool)
         return self._state.observe(self._tables, self._progress(), first)
 
-    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult:
+    def step(self, actions: Int64[Tensor, "env head"]) -> StepResult[Observation]:
         """Act everywhere; ended environments reset in the same step."""
         before = self._current()
         check_actions(actions, self.num_envs)
@@ -372,12 +364,11 @@ class SimulatedWorld(Stateful, VectorWorld):
         reward = state.phi - before.phi - damage
 
         clock = self._clock + 1
-        ended = clock == HORIZON
-        terminated = ended.to(self._device)
-        if ended.any():
+        terminated = clock == HORIZON
+        if terminated.any():
             fresh = self._draw()
-            clock = torch.where(ended, fresh.clock, clock)
-            instances = instances.replaced(terminated, to_device(fresh, self._device))
+            clock = torch.where(terminated, fresh.clock, clock)
+            instances = instances.replaced(terminated, fresh)
             at = terminated.unsqueeze(1)
             life, blueprint, style = (
                 torch.where(at, getattr(instances, name), now)
@@ -427,7 +418,7 @@ class SimulatedWorld(Stateful, VectorWorld):
         return draw_instances(self.num_envs, self._generator, hidden)
 
     def _progress(self) -> Float[Tensor, " env"]:
-        return (self._clock / HORIZON).to(self._device)
+        return self._clock / HORIZON
 
     def _current(self) -> SimulatedState:
         if self._state is None:

@@ -223,7 +223,7 @@ def record_task(
     return Recording(arrays, growing.clock, scripts, facts)
 
 
-def _after(result: StepResult) -> tuple[Tensor, Tensor]:
+def _after(result: StepResult[Observation]) -> tuple[Tensor, Tensor]:
     """Score and size of every host after a step, also if its episode ended."""
     host, report = result.observation.host, result.report
     score, added = host.score.clone(), host.added.clone()

@@ -21,7 +21,13 @@ from jaxtyping import Bool, Float, Float32, Int64, Shaped
 from numpy.typing import NDArray
 from torch import Generator, Tensor
 
-from esper.contracts.devices import map_tensors, to_device, usable_device
+from esper.contracts.checks import require_int, require_number
+from esper.contracts.devices import (
+    map_tensors,
+    require_tensor,
+    to_device,
+    usable_device,
+)
 from esper.contracts.errors import (
     IllegalActionError,
     InvalidInputError,
@@ -31,7 +37,7 @@ from esper.contracts.errors import (
 )
 from esper.contracts.readonly import read_only
 from esper.kernels import kernel
-from esper.scan import Rollout, gae, gae_time_major, require_fraction
+from esper.scan import Rollout, gae, gae_time_major
 from esper.simic.agent.distribution import Decision, Policy, PolicySpec
 
 Array = NDArray[Any]
@@ -204,19 +210,17 @@ class TamiyoRolloutBuffer:
         device: torch.device | str = "cpu",
         max_bytes: int = 8 * 2**30,
     ) -> None:
-        for name, count in (("num_envs", num_envs), ("max_steps", max_steps)):
-            if not _is_count(count):
-                raise InvalidInputError(
-                    f"{name} must be a positive integer, got {count!r}."
-                )
-        require_fraction("gamma", gamma)
-        require_fraction("gae_lambda", gae_lambda)
-        pair = isinstance(state_shape, Sequence) and len(state_shape) == 2
-        if not pair or not all(map(_is_count, state_shape)):
+        require_int("num_envs", num_envs)
+        require_int("max_steps", max_steps)
+        require_number("gamma", gamma, 0.0, 1.0)
+        require_number("gae_lambda", gae_lambda, 0.0, 1.0)
+        if not isinstance(state_shape, Sequence) or len(state_shape) != 2:
             raise InvalidInputError(
-                "state_shape must be two positive integers, layers and width, got "
-                f"{state_shape!r}. Pass policy.state_shape."
+                f"state_shape must be layers and width, got {state_shape!r}. Pass "
+                "policy.state_shape."
             )
+        for size in state_shape:
+            require_int("state_shape", size)
         if not isinstance(spec, PolicySpec):
             raise InvalidInputError(
                 f"spec must be an ActionSpec, got {type(spec).__name__}. Pass the "
@@ -486,8 +490,9 @@ class TamiyoRolloutBuffer:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
         else:
             views = [x.T if x.ndim == 2 else x for x in self._rollout]
-            out = (self.advantages, self.returns)
-            gae(*views, gamma=self.gamma, lam=self.gae_lambda, out=out)
+            results = gae(*views, gamma=self.gamma, lam=self.gae_lambda)
+            self.advantages.copy_(results[0])
+            self.returns.copy_(results[1])
         self.is_computed = True
 
     def get_batched_sequences(
@@ -593,22 +598,12 @@ class TamiyoRolloutBuffer:
         """Check that tensors are dense and have the right shape, dtype and device."""
         device = device or self.device
         for (name, shape, dtype), value in zip(expected, given, strict=True):
-            if not isinstance(value, Tensor):
-                problem = f"must be a tensor, got {type(value).__name__}"
-            elif value.layout is not torch.strided:
-                problem = f"must be dense, got {value.layout}"
-            elif value.shape != shape or value.dtype is not dtype:
-                problem = (
-                    f"must be {dtype} of shape {shape}, got {value.dtype} of shape "
-                    f"{tuple(value.shape)}"
+            require_tensor(name, value, shape, dtype, device)
+            assert isinstance(value, Tensor)
+            if value.layout is not torch.strided or value.requires_grad:
+                raise InvalidInputError(
+                    f"{name} must be dense and detached. Act under torch.no_grad()."
                 )
-            elif value.device != device:
-                problem = f"must be on {device}, got {value.device}. Move it first"
-            elif value.requires_grad:
-                problem = "requires grad. Detach it, or act under torch.no_grad()"
-            else:
-                continue
-            raise InvalidInputError(f"{name} {problem}.")
 
     def _require_finite_rows(self, name: str, values: Float[Tensor, "env ..."]) -> None:
         if self._checks_values:
@@ -664,10 +659,6 @@ class TamiyoRolloutBuffer:
         if self._checks_values and not self._is_level:
             return int(self._count_array.max())
         return min(self._adds, self.max_steps)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and int(value) >= 1
 
 
 def step_fields(num_envs: int, spec: PolicySpec) -> tuple[Field, ...]:

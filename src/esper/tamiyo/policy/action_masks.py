@@ -14,14 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import NUM_BLUEPRINTS
-from esper.contracts.devices import usable_device
+from esper.contracts.devices import require_tensor, usable_device
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.slots import SlotConfig, SlotMaskState, SlotStates
+from esper.contracts.slots import SlotConfig, SlotMaskState
 from esper.contracts.stages import LEGAL, Stage
 from esper.contracts.world import Observation
 
@@ -40,66 +39,51 @@ __all__ = [
 DORMANT: Final = Stage.DORMANT.value
 GERMINATE: Final = Op.GERMINATE.value
 
+SAME_WORLD: Final = "Take observation and spec from the same world."
 EMPTY: Final = SlotMaskState(Stage.DORMANT, age=0, alpha_settled=True)
 
 
 def compute_masks(observation: Observation, spec: ActionSpec) -> ActionMasks:
     """Return the legal actions in every environment, on the observation's device."""
     slots, offers = observation.slots, observation.offers
-    return _masks(
-        slots.stage,
-        slots.age,
-        slots.alpha_settled,
-        spec,
-        offers.fits,
-        offers.parameters,
-        observation.host.budget_left,
-    )
+    left, device = observation.host.budget_left, slots.stage.device
+    places = (slots.stage.shape[0], spec.slots.max_slots)
+    kinds = (*places, len(spec.blueprints))
+    for name, value, shape, dtype in (
+        ("stage", slots.stage, places, torch.int64),
+        ("age", slots.age, places, torch.int64),
+        ("alpha_settled", slots.alpha_settled, places, torch.bool),
+        ("fits", offers.fits, kinds, torch.bool),
+        ("parameters", offers.parameters, kinds, offers.parameters.dtype),
+        ("budget_left", left, places[:1], left.dtype),
+    ):
+        require_tensor(name, value, shape, dtype, device, SAME_WORLD)
+    plantable = offers.fits & (offers.parameters <= left.view(-1, 1, 1))
+    return _masks(slots.stage, slots.age, slots.alpha_settled, spec, plantable)
 
 
 def compute_batch_masks(
-    batch_slot_states: SlotStates | Sequence[Sequence[SlotMaskState | None]],
+    batch_slot_states: Sequence[Sequence[SlotMaskState | None]],
     slot_config: SlotConfig,
     device: torch.device | str = "cpu",
-    *,
-    spec: ActionSpec | None = None,
-    fits: Bool[Tensor, "env slot blueprint"] | None = None,
-    costs: Float[Tensor, "env slot blueprint"] | None = None,
-    budget_left: Float[Tensor, " env"] | None = None,
 ) -> ActionMasks:
-    """Return the legal actions in every environment, from slot states.
+    """Return the legal actions in every environment if every blueprint fits.
 
     Args:
-        batch_slot_states: All slots as arrays, or a list of slots per environment, in
-            which an empty slot is None.
+        batch_slot_states: A list of slots per environment; an empty slot is None.
         slot_config: Number of slots and minimum age.
         device: Device of the masks.
-        spec: The action space; every op and all blueprints if None.
-        fits: Whether a blueprint fits a slot; always if None.
-        costs: Cost of each blueprint; 0 if None.
-        budget_left: Remaining budget; unlimited if None.
     """
     if not isinstance(slot_config, SlotConfig):
         raise InvalidInputError(
             f"slot_config must be a SlotConfig, got {type(slot_config).__name__}."
         )
-    if spec is None:
-        spec = _whole_spec(slot_config)
-    elif spec.slots != slot_config:
-        raise InvalidInputError(
-            f"spec and slot_config must agree, got {spec.slots} and {slot_config}. "
-            "Pass slot_config=spec.slots."
-        )
-    if budget_left is not None and costs is None:
-        raise InvalidInputError("budget_left needs costs. Pass both.")
-    if isinstance(batch_slot_states, SlotStates):
-        states = batch_slot_states
-        slots = (states.stage, states.age, states.alpha_settled)
-    else:
-        slots = _from_rows(batch_slot_states, slot_config.max_slots)
-    where = usable_device(device)
+    spec, where = _whole_spec(slot_config), usable_device(device)
+    slots = _from_rows(batch_slot_states, slot_config.max_slots)
     stage, age, settled = (value.to(where) for value in slots)
-    return _masks(stage, age, settled, spec, fits, costs, budget_left)
+    kinds = len(spec.blueprints)
+    all_fit = torch.ones((), dtype=torch.bool, device=where)
+    return _masks(stage, age, settled, spec, all_fit.expand(*stage.shape, kinds))
 
 
 def compute_action_masks(
@@ -112,40 +96,11 @@ def compute_action_masks(
 
 
 def _masks(
-    stage: Tensor,
-    age: Tensor,
-    settled: Tensor,
-    spec: ActionSpec,
-    fits: Tensor | None,
-    costs: Tensor | None,
-    budget_left: Tensor | None,
+    stage: Tensor, age: Tensor, settled: Tensor, spec: ActionSpec, plantable: Tensor
 ) -> ActionMasks:
-    """Return the masks; all arguments are checked."""
-    envs, device = stage.shape[0], stage.device
-    places = (envs, spec.slots.max_slots)
-    offers = (*places, len(spec.blueprints))
-    for name, value, shape, dtype in (
-        ("stage", stage, places, torch.int64),
-        ("age", age, places, torch.int64),
-        ("alpha_settled", settled, places, torch.bool),
-        ("fits", fits, offers, torch.bool),
-        ("costs", costs, offers, None),
-        ("budget_left", budget_left, (envs,), None),
-    ):
-        if value is not None and (
-            value.shape != shape
-            or value.device != device
-            or (dtype is not None and value.dtype is not dtype)
-        ):
-            raise InvalidInputError(
-                f"{name} must be {[*shape]} {dtype or 'float'} on {device} in this "
-                f"action space, got {[*value.shape]} {value.dtype} on {value.device}."
-            )
-    rules = _rules(spec, device)
-    blueprint = (stage == DORMANT).unsqueeze(2)
-    blueprint = blueprint & (rules.all_fit.expand(offers) if fits is None else fits)
-    if costs is not None and budget_left is not None:
-        blueprint &= costs <= budget_left.view(-1, 1, 1)
+    """Return the masks; `plantable` is which blueprints fit slot and budget."""
+    rules = _rules(spec, stage.device)
+    blueprint = (stage == DORMANT).unsqueeze(2) & plantable
     if not rules.germinates:
         blueprint.zero_()
     old = age >= spec.slots.min_age
@@ -159,7 +114,7 @@ def _masks(
     torch.any(blueprint, dim=2, out=slot.select(2, GERMINATE))
     op = slot.any(dim=1).logical_or_(rules.always)
     # A copy, because the caller may write into the masks.
-    fixed = rules.fixed.expand(envs, -1, -1).clone()
+    fixed = rules.fixed.expand(len(stage), -1, -1).clone()
     return ActionMasks(op, slot.transpose(1, 2), blueprint, fixed)
 
 
@@ -176,7 +131,6 @@ class _Rules:
     """Whether GERMINATE is in the action space."""
     fixed: Tensor
     """Choices in the action space, bool [head, choice]."""
-    all_fit: Tensor
 
 
 _RULES: Final[dict[Hashable, _Rules]] = {}
@@ -194,7 +148,6 @@ def _rules(spec: ActionSpec, device: torch.device) -> _Rules:
                 always=torch.tensor([op is Op.WAIT for op in Op], device=device),
                 germinates="GERMINATE" in spec.narrowed.get("op", ("GERMINATE",)),
                 fixed=fixed.to(device),
-                all_fit=torch.tensor(True, device=device),
             )
     return _RULES[key]
 
@@ -228,38 +181,13 @@ def _from_rows(
             f"slot {index % max_slots} of environment {index // max_slots} must be a "
             f"SlotMaskState or None, got {flat[index]!r}."
         )
-    if not flat:
-        empty = torch.empty(0, max_slots, dtype=torch.int64)
-        return empty, empty, empty.bool()
     states = [EMPTY if state is None else state for state in flat]
-    stage = np.array([state.stage for state in states])
-    age = np.array([state.age for state in states])
-    settled = np.array([state.alpha_settled for state in states])
-    # One value of a wrong type changes the dtype of the array.
-    if (stage.dtype.kind, age.dtype.kind, settled.dtype.kind) != ("i", "i", "b") or (
-        stage.min() < 0 or stage.max() >= len(Stage) or age.min() < 0
-    ):
-        index = next(i for i, state in enumerate(states) if not _is_valid(state))
-        raise InvalidInputError(
-            f"slot {index % max_slots} of environment {index // max_slots} must have "
-            "a Stage, an age of at least 0 and a bool alpha_settled, got "
-            f"{states[index]!r}."
-        )
-    shape = (-1, max_slots)
-    return (
-        torch.from_numpy(stage.astype(np.int64, copy=False).reshape(shape)),
-        torch.from_numpy(age.astype(np.int64, copy=False).reshape(shape)),
-        torch.from_numpy(settled.reshape(shape)),
+    columns = (
+        np.array([state.stage for state in states], dtype=np.int64),
+        np.array([state.age for state in states], dtype=np.int64),
+        np.array([state.alpha_settled for state in states], dtype=np.bool_),
     )
-
-
-def _is_valid(state: SlotMaskState) -> bool:
-    return (
-        all(
-            isinstance(value, int | np.integer) and not isinstance(value, bool)
-            for value in (state.stage, state.age)
-        )
-        and state.stage in range(len(Stage))
-        and state.age in range(2**63)
-        and isinstance(state.alpha_settled, bool | np.bool_)
+    stage, age, settled = (
+        torch.from_numpy(column.reshape(-1, max_slots)) for column in columns
     )
+    return stage, age, settled

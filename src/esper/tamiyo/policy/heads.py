@@ -21,7 +21,7 @@ from esper.contracts.actions import (
     ActionSpec,
     Op,
 )
-from esper.contracts.errors import InvalidInputError
+from esper.contracts.devices import require_tensor
 from esper.simic.agent.distribution import first_choice
 
 NO_CHOICE_HINT: Final = "WAIT must be legal and an op needs a slot: check the masks."
@@ -108,10 +108,4 @@ def require_masks(masks: ActionMasks, envs: int, spec: ActionSpec) -> None:
     }
     for name, shape in shapes.items():
         mask = getattr(masks, name)
-        if mask.dtype != torch.bool:
-            raise InvalidInputError(f"mask {name!r} must be bool, got {mask.dtype}.")
-        if mask.shape != shape:
-            raise InvalidInputError(
-                f"mask {name!r} must be {list(shape)} for this action space, got "
-                f"{list(mask.shape)}."
-            )
+        require_tensor(f"mask {name!r}", mask, shape, torch.bool, mask.device)

@@ -29,6 +29,7 @@ from esper.contracts.actions import (
     ActionSpec,
     Op,
 )
+from esper.contracts.devices import map_tensors, require_tensor
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
@@ -170,7 +171,7 @@ class TamiyoPolicy(nn.Module):
         envs = episode_start.shape[0]
         require_masks(masks, envs, self.spec)
         noises = self._noise(envs, generator)  # first, so that its copy does not wait
-        context, state = self.encode(features, episode_start.unsqueeze(1), state)
+        context, state = self._encode_step(features, episode_start, state)
         logits, rows = list[Tensor](), list[Tensor]()
         picked = list[Tensor]()
         scores_of = self.head_logits(context)
@@ -232,7 +233,7 @@ class TamiyoPolicy(nn.Module):
             episode_start: Whether the observation is the first of an episode.
             state: Memory before the observation.
         """
-        context, _ = self.encode(features, episode_start.unsqueeze(1), state)
+        context, _ = self._encode_step(features, episode_start, state)
         return self.value_mean + self.value_scale * self._values(context.core)
 
     def decide(
@@ -276,8 +277,7 @@ class TamiyoPolicy(nn.Module):
             episode_start: Whether the step is the first of an episode.
             state: Memory before the first step.
         """
-        self._require_state(state, episode_start.shape[0])
-        self._require_features(features, episode_start)
+        self._require_inputs(features, episode_start, state)
         # With two-dimensional inputs a layer returns no view, so that relu can be
         # applied in place without a copy.
         places, _, columns = features.offers.shape[-3:]
@@ -298,6 +298,13 @@ class TamiyoPolicy(nn.Module):
         )
         return Context(core.flatten(0, 1), slots, offers), state
 
+    def _encode_step(
+        self, features: Features, episode_start: Tensor, state: Tensor
+    ) -> tuple[Context, Tensor]:
+        """Encode one step: a sequence of length one."""
+        step = map_tensors(lambda x: x.unsqueeze(1), features)
+        return self.encode(step, episode_start.unsqueeze(1), state)
+
     def _noise(self, envs: int, generator: Generator | None) -> list[Tensor | None]:
         """Return the noise for the logits of each group of heads."""
         if generator is None:
@@ -310,33 +317,16 @@ class TamiyoPolicy(nn.Module):
             noise[:, rest[0] :],
         ]
 
-    def _require_state(self, state: Tensor, envs: int) -> None:
-        shape = (envs, *self.state_shape)
-        if state.shape != shape:
-            raise InvalidInputError(
-                f"state must be {list(shape)} for {envs} environments, got "
-                f"{list(state.shape)}. Start from initial_state({envs})."
-            )
-
-    def _require_features(self, features: Features, episode_start: Tensor) -> None:
-        """Check type, shapes, dtype and device of the features."""
-        if not isinstance(features, Features):
-            raise InvalidInputError(
-                f"features must be Features, got {type(features).__name__}."
-            )
+    def _require_inputs(
+        self, features: Features, episode_start: Tensor, state: Tensor
+    ) -> None:
+        """Check shapes, dtype and device of features and state."""
         like, steps = self.value_mean, tuple(episode_start.shape)
-        # `act` leaves out the time axis.
-        leading = (steps, steps[:1]) if steps[1:] == (1,) else (steps,)
+        shape = (steps[0], *self.state_shape)
+        require_tensor("state", state, shape, like.dtype, like.device)
         for name, leaf in self.spec.observation.items():
-            value = getattr(features, name)
-            wanted = [(*axes, *leaf.shape) for axes in leading]
-            kind = (value.dtype, value.device)
-            if tuple(value.shape) not in wanted or kind != (like.dtype, like.device):
-                raise InvalidInputError(
-                    f"features.{name} must be {like.dtype} {list(wanted[-1])} on "
-                    f"{like.device}, got {kind[0]} {list(value.shape)} on {kind[1]}. "
-                    "Use compute_features()."
-                )
+            value, wanted = getattr(features, name, None), (*steps, *leaf.shape)
+            require_tensor(f"features.{name}", value, wanted, like.dtype, like.device)
 
     def _require_actions(self, actions: Int64[Tensor, "env time head"]) -> None:
         """Check the range of the actions; on the CPU only."""
