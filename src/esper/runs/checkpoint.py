@@ -23,6 +23,7 @@ from esper.files import (
     Manifest,
     discard,
     manifest_of,
+    map_tensors,
     pack,
     publish,
     read_header,
@@ -30,7 +31,6 @@ from esper.files import (
     require_no_link,
     storage,
     unfinished,
-    verify,
 )
 
 if TYPE_CHECKING:  # listing runs must not import torch
@@ -127,8 +127,7 @@ class CheckpointFolder:
     def verify(self, step: int, like: Like = None) -> None:
         """Refuse a checkpoint that does not verify, without loading its tensors."""
         file = self._file(step)
-        with storage(file, "read"), self._disk.open(file) as stream:
-            manifest = verify(short(file), stream, _fit(like))[0].manifest
+        _, manifest = map_tensors(file, _fit(like), disk=self._disk)
         if manifest is None or manifest.step != step:
             raise _misplaced(file, manifest)
 
@@ -153,7 +152,7 @@ class CheckpointFolder:
             file = self._file(step)
             try:
                 with storage(file, "read"), self._disk.open(file) as stream:
-                    manifest = read_header(short(file), stream).manifest
+                    manifest = read_header(short(file), stream)[0]
                 if manifest is None or manifest.step != step:
                     raise _misplaced(file, manifest)
                 found.append(manifest)
