@@ -82,7 +82,9 @@ class Manifest:
     """Versions of Esper and PyTorch."""
 
 
-Fit = Callable[["Tensors", Manifest | None], object]
+UNSEALED: Final = Manifest(step=0, score=None, facts={}, made_by={})
+"""Stands for the manifest of a file that has none."""
+Fit = Callable[["Tensors", Manifest], object]
 """Called with tensors, not read yet, and the manifest; raises if they do not fit."""
 
 
@@ -302,8 +304,9 @@ def read_safetensors(
     sealed: bool = True,
     finite: bool = True,
     limit: int = MAX_BYTES,
+    mapped: bool = False,
     disk: Disk | None = None,
-) -> tuple["Tensors", Manifest | None]:
+) -> tuple["Tensors", Manifest]:
     """Return the tensors of a verified file, on the CPU, and its manifest.
 
     Args:
@@ -313,28 +316,9 @@ def read_safetensors(
         sealed: Whether the file must have a manifest and a digest.
         finite: Whether NaN and inf are errors.
         limit: Maximum size of the file in bytes.
+        mapped: Return tensors that take no memory and change with the file, without a
+            look at their numbers.
         disk: File operations.
-    """
-    tensors, manifest = map_tensors(
-        file, fit, within, sealed=sealed, limit=limit, disk=disk
-    )
-    if why := _strange(tensors, finite):
-        raise _untrusted(short(file), why)
-    return {name: tensor.clone() for name, tensor in tensors.items()}, manifest
-
-
-def map_tensors(
-    file: Path,
-    fit: Fit | None = None,
-    within: str = "",
-    *,
-    sealed: bool = True,
-    limit: int = MAX_BYTES,
-    disk: Disk | None = None,
-) -> tuple["Tensors", Manifest | None]:
-    """Verify shapes and digest of a file; for the arguments see `read_safetensors`.
-
-    The tensors are mapped: they take no memory, and change with the file.
     """
     name = short(file)
     if not os.path.lexists(file):
@@ -355,18 +339,19 @@ def map_tensors(
                 fit(tensors, manifest)
             except InvalidInputError as error:
                 raise InvalidInputError(one_line(f"{name}: {error}")) from error
-        if manifest is not None:
+        if manifest is not UNSEALED:
             _verify_digest(name, header, stream)
-    return tensors, manifest
+    if mapped:
+        return tensors, manifest
+    if why := _strange(tensors, finite):
+        raise _untrusted(name, why)
+    return {key: tensor.clone() for key, tensor in tensors.items()}, manifest
 
 
 def read_header(
     name: str, stream: BufferedIOBase, *, sealed: bool = True
-) -> tuple[Manifest | None, bytes]:
-    """Return manifest and header of a file; tensors and digest are not verified.
-
-    The manifest is None if the file is not sealed.
-    """
+) -> tuple[Manifest, bytes]:
+    """Return manifest and header of a file; tensors and digest are not verified."""
     damaged = f"{name} is damaged, or not a file of Esper. Use another file."
     first = stream.read(8)
     length = int.from_bytes(first, "little")
@@ -375,7 +360,7 @@ def read_header(
         found = json.loads(header[8:] if len(header) == 8 + length else b"")
         metadata = found.get("__metadata__", {})
         if SEAL not in metadata and not sealed:
-            return None, header
+            return UNSEALED, header
         about = json.loads(metadata[SEAL])["manifest"]
         writer = about.get("made_by", {}).get("esper")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

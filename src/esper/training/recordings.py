@@ -409,9 +409,9 @@ class Facts:
 _FACTS: Final = TypeAdapter(Facts)
 
 
-def _facts(manifest: Manifest | None) -> Facts:
+def _facts(manifest: Manifest) -> Facts:
     """The manifest of a recording; refuses other files and other versions."""
-    facts = manifest.facts if manifest is not None else {}
+    facts = manifest.facts
     if facts.get("version") != VERSION:
         raise InvalidInputError(
             f"the file is not a recording of version {VERSION}; its version is "
@@ -423,7 +423,7 @@ def _facts(manifest: Manifest | None) -> Facts:
         raise InvalidInputError("the recording is damaged. Record it again.") from None
 
 
-def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -> None:
+def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest) -> None:
     """Refuse a file that does not hold a recording of this action space."""
     facts = _facts(manifest)
     if tensors.keys() != ARRAY_KINDS.keys():
@@ -453,7 +453,6 @@ def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -
 def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
     """The recording in a file; refuses damaged files and, if given, another `spec`."""
     tensors, manifest = read_safetensors(file, partial(_fit, spec))
-    assert manifest is not None  # sealed files have one
     facts = _facts(manifest)
     limits = {
         "slots.stage": torch.tensor(max(Stage)),
