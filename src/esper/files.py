@@ -259,7 +259,12 @@ def read_text(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> st
 
 def read_json(file: Path, disk: Disk | None = None) -> dict[str, Any]:
     """Return the JSON object in a small file."""
-    return parse_json(read_text(file, disk=disk), short(file))
+    text, found = read_text(file, disk=disk), None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"{short(file)} is damaged: expected a JSON object.")
+    return found
 
 
 def require_readable(name: str, writer: object, advice: str) -> None:
@@ -284,16 +289,6 @@ def require_readable(name: str, writer: object, advice: str) -> None:
     raise InvalidInputError(
         f"{name} was written by {which} and this is Esper {__version__}. {advice}"
     )
-
-
-def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a text of at most `MAX_TEXT` characters."""
-    found = None
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text) if len(text) <= MAX_TEXT else None
-    if not isinstance(found, dict):
-        raise InvalidInputError(f"{name} is damaged: expected a JSON object.")
-    return found
 
 
 def read_safetensors(

@@ -155,7 +155,7 @@ def test_hosts_are_recorded_once(capsys, tmp_path):
         assert result.code == 0
         assert "1 tasks are in" in result.out
         names = sorted(file.name for file in (tmp_path / "here").iterdir())
-        assert names == ["000000.safetensors", "lock", "recording.json"]
+        assert names == ["000000.safetensors", "lock", "recording.toml"]
     other = call(capsys, "record", str(tmp_path / "here"), "--tasks", "2")
     assert other.code == 2
     assert "recordings with other settings" in other.err

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Final, Protocol, TypeGuard, runtime_checkable
 from pydantic import AfterValidator
 
 from esper.contracts.messages import quoted, refusal, short, unknown
-from esper.contracts.sinks import Sink
 from esper.files import Disk, publish, read_text, storage
 
 PROGRESS: Final = "progress.csv"
@@ -42,6 +41,14 @@ class SupportsLog(Protocol):
 
     def log(self, values: dict[str, float], step: int) -> object:
         """Record named values of one step."""
+        ...
+
+
+class Sink(SupportsLog, Protocol):
+    """A logger that is opened here."""
+
+    def close(self) -> None:
+        """Finish writing and release resources."""
         ...
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.messages import quoted, refusal, short, unknown
-from esper.environment.settings import WorldSettings
+from esper.environment.settings import WorldSettings as World
 from esper.files import read_text
 from esper.runs.records import ENDLESS, LADDER, STATIC
 from esper.runs.run import validate_name
@@ -40,8 +40,6 @@ from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS
-
-World = WorldSettings
 
 FAMILY: Final = "family"
 """A family of tasks, each drawn at random, see `esper.tasks.family`."""
@@ -230,8 +228,13 @@ class TrainConfig:
                     f"tasks has {alone!r} and others. Give {alone!r} alone, or leave "
                     "it out."
                 )
-        if self.simulated:
-            self._require_default_world()
+        for item in fields(self.world) if self.simulated else ():
+            value = getattr(self.world, item.name)
+            if value != item.default:
+                raise refusal(
+                    f"world.{item.name} is {quoted(value)}, but the simulated world "
+                    "has no such setting. Leave it out."
+                )
         if self.start_from == RECORDINGS and not self.world.at_once:
             raise refusal(
                 "start_from is 'recordings', which requires world.at_once and tasks "
@@ -259,15 +262,6 @@ class TrainConfig:
     def family(self) -> bool:
         """Whether tasks are drawn."""
         return FAMILY in self.tasks
-
-    def _require_default_world(self) -> None:
-        for item in fields(self.world):
-            value = getattr(self.world, item.name)
-            if value != item.default:
-                raise refusal(
-                    f"world.{item.name} is {quoted(value)}, but the simulated world "
-                    "has no such setting. Leave it out."
-                )
 
 
 def require_distinct(what: str, names: Collection[Any]) -> None:
