@@ -25,7 +25,10 @@ REFUSED = [
     (("evaluate", "--workers", "1025"), "expected a whole number from 0 to 1024"),
     (("evaluate", "--rng-seed", "-1"), "--rng_seed must be greater than or equal"),
     (("evaluate", "--rent", "nan"), "--world.rent must be a finite number"),
-    (("evaluate", "--world.slots", "100000000"), "world.slots must be at most 256"),
+    (
+        ("evaluate", "--world.slots", "100000000"),
+        "slots must be less than or equal to 256",
+    ),
     (("evaluate", "--task", "lettr"), "did you mean 'letter'"),
     (("evaluate", "--task", " , "), "--tasks: there is no task ''"),
     (("evaluate", "--controller", ""), "--controllers: expected 1 to 1000 printable"),
