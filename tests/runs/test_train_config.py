@@ -210,7 +210,7 @@ REFUSED_OPTIONS = [
     ("learner.gamma", "1e999", "must be a finite number; got inf"),
     ("learner.gamma", '"0.9"', "got '0.9'"),
     ("learner.ppo.learning_rate", "0", "--learner.ppo.learning_rate must be"),
-    ("learner.ppo.learning_rate", "2", "must be in .0, 1., got 2"),
+    ("learner.ppo.learning_rate", "2", "must be in (0, 1], got 2"),
     ("learner.ppo.entropy_coef", "inf", "--learner.ppo.entropy_coef must be a finite"),
     (
         "learner.ppo.clip_mode",

@@ -270,7 +270,7 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"learning_rate": 0.0}, r"learning_rate must be in \(0, 1e4\], got 0.0"),
+        ({"learning_rate": 0.0}, r"learning_rate must be in \(0, 1\], got 0.0"),
         ({"learning_rate": math.nan}, "learning_rate must be in .*, got nan"),
         ({"learning_rate": 1e5}, "learning_rate must be in .*, got 100000.0"),
         ({"clip_range": -0.1}, "clip_range must be positive"),
