@@ -27,7 +27,18 @@ MAX_BINS: Final = 600
 SHOWN_ENVS: Final = 16
 """Maximum number of environments per task whose seeds are shown."""
 MAX_NAMES: Final = 1_000
-"""Maximum number of tasks and controllers of a run."""
+"""Maximum number of slots, tasks and controllers of a run."""
+MAX_INDEX: Final = 10**15
+"""Maximum index of a round or decision."""
+BOUNDED: Final = {
+    "rounds": ("round", "env_steps"),
+    "heads": ("round",),
+    "events": ("round", "step", "slot"),
+    "episodes": ("round", "step"),
+    "evaluations": ("round",),
+    "notes": ("round",),
+}
+"""Columns whose range is checked."""
 THIRDS: Final = ("early", "middle", "late")
 MEANS: Final = ("clip_fraction", "explained_variance", "steps_planned", "steps_taken")
 ACTIONS: Final = ("planted", "blending", "aimed", "pruned", "kept")
@@ -131,7 +142,15 @@ def read_run(path: Path) -> RunData:
 
 
 def _check_limits(db: sqlite3.Connection) -> None:
-    """Raise ValueError for a run with too much to plot."""
+    """Raise ValueError for numbers that are too large to plot."""
+    for table, names in BOUNDED.items():
+        asked = ", ".join(f"min({name}), max({name})" for name in names)
+        ends = iter(db.execute(f"SELECT {asked} FROM live_{table}").fetchone())
+        for name, low, high in zip(names, ends, ends, strict=True):
+            limit = MAX_NAMES if name == "slot" else MAX_INDEX
+            for end in (low or 0, high or 0):
+                if not 0 <= end <= limit:
+                    raise ValueError(f"{name} is {end:,}, expected 0 to {limit:,}")
     for what, table in (
         ("task", "episodes"),
         ("task", "evaluations"),

@@ -35,9 +35,6 @@ MIN_SQLITE: Final = (3, 37, 0)
 APPLICATION: Final = 0x45535052
 """Identifies a store among databases, in `PRAGMA application_id`."""
 READ_ONLY: Final = "?mode=ro"
-COUNTS: Final = {"round": 10**15, "step": 10**15, "env_steps": 10**15, "slot": 1_000}
-"""Largest values of some columns, so that readers can rely on them. SQLite refuses
-others when it writes, and when a store is opened."""
 
 T = TypeVar("T")
 DISK_ERRORS: Final = frozenset(
@@ -335,15 +332,10 @@ def _statements() -> list[str]:
     """SQL that turns an empty database into a store."""
     made = [ATTEMPTS]
     for name, own in COLUMNS.items():
-        bounds = "".join(
-            f",\n  CHECK ({column} BETWEEN 0 AND {most})"
-            for column, most in COUNTS.items()
-            if f" {column} INTEGER" in f" round INTEGER{own}"
-        )
         made.append(
             f"CREATE TABLE {name} (\n  attempt INTEGER NOT NULL, seq INTEGER NOT NULL, "
             f"round INTEGER NOT NULL,{own}\n  , nans TEXT,\n"
-            f"  PRIMARY KEY (attempt, seq){bounds}\n) STRICT, WITHOUT ROWID"
+            "  PRIMARY KEY (attempt, seq)\n) STRICT, WITHOUT ROWID"
         )
         made.append(
             f"CREATE VIEW live_{name} AS SELECT t.* FROM {name} AS t "
