@@ -159,7 +159,7 @@ def test_damaged_or_foreign_files_are_refused_in_one_line(recorded, tmp_path):
         (pack(other(recording, "added", lambda a: a[:, :-1])), "added is float16"),
         (pack(other(recording, "slots.stage", filled(6))), "slots.stage has choices"),
         (pack(other(recording, "actions", filled(-1))), "actions has choices"),
-        (pack_tensors(tensors, manifest), "the recording is damaged"),
+        (pack_tensors(tensors, manifest), "is not a recording"),
     ):
         file.write_bytes(bytes_)
         with pytest.raises(InvalidInputError, match=words) as refused:
