@@ -42,7 +42,10 @@ REFUSED = [
     ),
     (("record",), "the following arguments are required: FOLDER"),
     (("record", "here", "--stop", "enf"), "did you mean 'end'?"),
-    (("record", "here", "--scripts", "1"), "--scripts must be greater than or equal to 2"),
+    (
+        ("record", "here", "--scripts", "1"),
+        "--scripts must be greater than or equal to 2",
+    ),
     (("tasks", "letter"), "unrecognized arguments: letter (see esper tasks"),
     (("completion", "fish"), "choose from 'bash', 'zsh'"),
     (("report",), "the following arguments are required: RUN"),
