@@ -9,14 +9,13 @@ import json
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from esper.files import pack as pack_tensors
-from esper.files import read_tensors
+from esper.files import read_safetensors
 from esper.rl.ppo import PPO
 from esper.tamiyo import shipped as home
 from esper.tamiyo.shipped import MANIFEST, WEIGHTS, shipped
@@ -92,7 +91,10 @@ def resealed(chance, data):
     """A sealed file with forged facts or tensors, or with flipped bytes or a cut."""
     if chance.random() < 0.2:
         return flipped(chance, data)
-    tensors, manifest = read_tensors("good", BytesIO(data))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "good"
+        file.write_bytes(data)
+        tensors, manifest = read_safetensors(file)
     if chance.random() < 0.8:
         manifest = replace(manifest, facts=forge(chance, manifest.facts))
     return pack_tensors(forge_tensors(chance, tensors), manifest)

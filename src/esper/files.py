@@ -1,10 +1,10 @@
 """Reading and writing of files, which may come from untrusted sources.
 
 Only regular files of limited size are read; links and pipes are rejected. Tensors are
-in safetensors files: a header with names, dtypes, shapes, offsets, a manifest and a
-SHA-256, then the data without gaps. The header is checked before memory is allocated.
-The digest is that of the file with zeros in the digest's place. It detects damage and
-is not a signature. Nothing in a file is executed or imported.
+in safetensors files, with a manifest and a SHA-256 in the header. The header is checked
+before memory is allocated. The digest is that of the file with zeros in the digest's
+place. It detects damage and is not a signature. Nothing in a file is executed or
+imported.
 
 `require_readable` rejects files of other versions of Esper before they are interpreted.
 
@@ -19,24 +19,23 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from io import BufferedIOBase, BufferedReader
-from math import prod
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
+from safetensors import SafetensorError, safe_open
 
 from esper import __version__
 from esper.contracts.errors import InvalidInputError, NotFiniteError, StorageError
 from esper.contracts.messages import one_line, quoted, short
 
 if TYPE_CHECKING:  # headers are read without importing torch, to list runs quickly
-    import torch
     from torch import Tensor
 
     from esper.contracts.state import Tensors
@@ -48,7 +47,6 @@ LEFTOVER_SECONDS: Final = 600.0
 machines that share the disk look dead from here."""
 MAX_TEXT: Final = 1 << 20
 MAX_HEADER: Final = 1 << 20
-MAX_TENSORS: Final = 10_000
 MAX_BYTES: Final = 4 << 30
 """Maximum size of a file of tensors."""
 DIGEST_CHUNK: Final = 1 << 20
@@ -60,29 +58,14 @@ Esper 0.1.0 wrote smaller numbers."""
 VERSION: Final = re.compile(
     r"([0-9]{1,4})\.([0-9]{1,4})([.+]?[0-9a-z]{1,8}){0,4}", re.ASCII
 )
-DTYPES: Final = {
-    "BOOL": ("bool", 1),
-    "U8": ("uint8", 1),
-    "I8": ("int8", 1),
-    "I16": ("int16", 2),
-    "I32": ("int32", 4),
-    "I64": ("int64", 8),
-    "U16": ("uint16", 2),
-    "U32": ("uint32", 4),
-    "U64": ("uint64", 8),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "C64": ("complex64", 8),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "F32": ("float32", 4),
-    "F64": ("float64", 8),
-}
-"""Name in torch and bytes of each dtype of safetensors."""
 MAY_BE_NAN: Final = "first_loss"
 """Suffix of tensors that are NaN before the first loss of an episode."""
 BLANK: Final = b"0" * 64
-SEAL: Final = re.compile(b'"sha256":"([0-9a-f]{64})"')
+SEAL: Final = "esper"
+"""Key of digest and manifest in the metadata of a file."""
+DIGEST: Final = re.compile(rb'\\"digest\\": \\"([0-9a-f]{64})\\"')
+UNREADABLE: Final = (SafetensorError, RuntimeError, TypeError, ValueError, LookupError)
+"""What safetensors and torch raise about tensors of a file."""
 
 
 @validated(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -99,33 +82,10 @@ class Manifest:
     """Versions of Esper and PyTorch."""
 
 
-@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class Entry:
-    """Dtype, shape and offsets of a tensor in a file."""
-
-    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
-    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=8)]
-    data_offsets: Annotated[list[int], Field(min_length=2, max_length=2)]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor."""
-        return prod(self.shape) * DTYPES[self.dtype][1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """Header of a file of tensors."""
-
-    manifest: Manifest | None
-    """None if the file is not sealed."""
-    entries: Mapping[str, Any] = field(repr=False)
-    """Not checked yet."""
-    raw: bytes = field(repr=False)
-
-
-Fit = Callable[["Tensors", Manifest | None], object]
-"""Called with meta tensors and the manifest; raises if they are not as expected."""
+UNSEALED: Final = Manifest(step=0, score=None, facts={}, made_by={})
+"""Stands for the manifest of a file that has none."""
+Fit = Callable[["Tensors", Manifest], object]
+"""Called with tensors, not read yet, and the manifest; raises if they do not fit."""
 
 
 class Disk:
@@ -299,7 +259,12 @@ def read_text(file: Path, limit: int = MAX_TEXT, disk: Disk | None = None) -> st
 
 def read_json(file: Path, disk: Disk | None = None) -> dict[str, Any]:
     """Return the JSON object in a small file."""
-    return parse_json(read_text(file, disk=disk), short(file))
+    text, found = read_text(file, disk=disk), None
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+    if not isinstance(found, dict):
+        raise InvalidInputError(f"{short(file)} is damaged: expected a JSON object.")
+    return found
 
 
 def require_readable(name: str, writer: object, advice: str) -> None:
@@ -326,16 +291,6 @@ def require_readable(name: str, writer: object, advice: str) -> None:
     )
 
 
-def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a text of at most `MAX_TEXT` characters."""
-    found = None
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text) if len(text) <= MAX_TEXT else None
-    if not isinstance(found, dict):
-        raise InvalidInputError(f"{name} is damaged: expected a JSON object.")
-    return found
-
-
 def read_safetensors(
     file: Path,
     fit: Fit | None = None,
@@ -344,115 +299,72 @@ def read_safetensors(
     sealed: bool = True,
     finite: bool = True,
     limit: int = MAX_BYTES,
+    mapped: bool = False,
     disk: Disk | None = None,
-) -> tuple["Tensors", Manifest | None]:
-    """Return the tensors of a file, on the CPU, and its manifest."""
-    if not os.path.lexists(file):
-        raise InvalidInputError(f"{short(file)} does not exist. Check the path.")
-    with storage(file, "read"), (disk or Disk()).open(file) as stream:
-        return read_tensors(
-            short(file), stream, fit, within, sealed=sealed, finite=finite, limit=limit
-        )
-
-
-def read_tensors(
-    name: str,
-    stream: BufferedIOBase,
-    fit: Fit | None = None,
-    within: str = "",
-    *,
-    sealed: bool = True,
-    finite: bool = True,
-    limit: int = MAX_BYTES,
-) -> tuple["Tensors", Manifest | None]:
+) -> tuple["Tensors", Manifest]:
     """Return the tensors of a verified file, on the CPU, and its manifest.
 
     Args:
-        name: Name of the file in error messages.
-        stream: The whole file.
+        file: Path of the file.
         fit: Raises if names, dtypes and shapes are not as expected.
         within: Read only tensors whose names begin with this.
         sealed: Whether the file must have a manifest and a digest.
         finite: Whether NaN and inf are errors.
         limit: Maximum size of the file in bytes.
+        mapped: Return tensors that take no memory and change with the file, without a
+            look at their numbers.
+        disk: File operations.
     """
-    import torch
-
-    header, entries = verify(name, stream, fit, within, sealed=sealed, limit=limit)
-    tensors = {}
-    for key, entry in entries.items():
-        stream.seek(len(header.raw) + entry.data_offsets[0])
-        tensors[key] = _tensor(entry)
-        if entry.bytes:
-            room: Any = tensors[key].reshape(-1).view(torch.uint8).numpy()
-            if stream.readinto(room) != entry.bytes:
-                raise InvalidInputError(
-                    f"{name} was changed while it was read. Try again."
-                )
+    name = short(file)
+    if not os.path.lexists(file):
+        raise InvalidInputError(f"{name} does not exist. Check the path.")
+    with storage(file, "read"), (disk or Disk()).open(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise _untrusted(name, f"it has {size:,} bytes, the limit is {limit:,}")
+        manifest, header = read_header(name, stream, sealed=sealed)
+        try:
+            with safe_open(file, "pt") as opened:
+                names = [key for key in opened.keys() if key.startswith(within)]  # noqa: SIM118
+                tensors = {key: opened.get_tensor(key) for key in names}
+        except UNREADABLE as error:
+            raise InvalidInputError(one_line(f"{name} is damaged: {error}.")) from None
+        if fit is not None:
+            try:
+                fit(tensors, manifest)
+            except InvalidInputError as error:
+                raise InvalidInputError(one_line(f"{name}: {error}")) from error
+        if manifest is not UNSEALED:
+            _verify_digest(name, header, stream)
+    if mapped:
+        return tensors, manifest
     if why := _strange(tensors, finite):
         raise _untrusted(name, why)
-    return tensors, header.manifest
+    return {key: tensor.clone() for key, tensor in tensors.items()}, manifest
 
 
-def verify(
-    name: str,
-    stream: BufferedIOBase,
-    fit: Fit | None = None,
-    within: str = "",
-    *,
-    sealed: bool = True,
-    limit: int = MAX_BYTES,
-) -> tuple[Header, dict[str, Entry]]:
-    """Return header and entries of a file whose shapes and digest are correct.
-
-    Allocates no memory for tensors. For the arguments see `read_tensors`.
-    """
-    size = stream.seek(0, os.SEEK_END)
-    stream.seek(0)
-    if size > limit:
-        raise _untrusted(name, f"it has {size:,} bytes, the limit is {limit:,}")
-    header = read_header(name, stream, sealed=sealed)
-    entries = {
-        key: entry
-        for key, entry in _entries(name, header, size).items()
-        if key.startswith(within)
-    }
-    if fit is not None:
-        meta = {key: _tensor(entry, "meta") for key, entry in entries.items()}
-        try:
-            fit(meta, header.manifest)
-        except InvalidInputError as error:
-            raise InvalidInputError(one_line(f"{name}: {error}")) from error
-    if header.manifest is not None:
-        _verify_digest(name, header, stream)
-    return header, entries
-
-
-def read_header(name: str, stream: BufferedIOBase, *, sealed: bool = True) -> Header:
-    """Return the header of a file; tensors and digest are not verified."""
+def read_header(
+    name: str, stream: BufferedIOBase, *, sealed: bool = True
+) -> tuple[Manifest, bytes]:
+    """Return manifest and header of a file; tensors and digest are not verified."""
     damaged = f"{name} is damaged, or not a file of Esper. Use another file."
     first = stream.read(8)
     length = int.from_bytes(first, "little")
-    raw = first + stream.read(length if length <= MAX_HEADER else 0)
+    header = first + stream.read(length if length <= MAX_HEADER else 0)
     try:
-        entries = json.loads(raw[8:] if len(raw) == 8 + length else b"")
-        about = entries.pop("__metadata__", {})
-        text = about["manifest"] if sealed or "manifest" in about else None
-        made_by = {} if text is None else json.loads(text).get("made_by", {})
-        writer = made_by.get("esper")
+        found = json.loads(header[8:] if len(header) == 8 + length else b"")
+        metadata = found.get("__metadata__", {})
+        if SEAL not in metadata and not sealed:
+            return UNSEALED, header
+        about = json.loads(metadata[SEAL])["manifest"]
+        writer = about.get("made_by", {}).get("esper")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InvalidInputError(damaged) from None
-    if text is not None:
-        require_readable(name, writer, "Create it again.")
+    require_readable(name, writer, "Create it again.")
     try:
-        manifest = None if text is None else _MANIFEST.validate_json(text)
+        return Manifest(**about), header
     except ValueError:
         raise InvalidInputError(damaged) from None
-    return Header(manifest=manifest, entries=entries, raw=raw)
-
-
-_MANIFEST: Final = TypeAdapter(Manifest)
-_ENTRIES: Final = TypeAdapter(dict[str, Entry])
 
 
 def require_explained(sizes: Mapping[str, int], tensors: Iterable["Tensor"]) -> None:
@@ -469,43 +381,16 @@ def require_explained(sizes: Mapping[str, int], tensors: Iterable["Tensor"]) -> 
             )
 
 
-def _entries(name: str, header: Header, size: int) -> dict[str, Entry]:
-    """Return the entries; they must fill the file of `size` bytes without gaps."""
-    try:
-        entries = _ENTRIES.validate_json(json.dumps(header.entries))
-    except ValueError:
-        raise _untrusted(name, "its table of tensors is wrong") from None
-    if len(entries) > MAX_TENSORS:
-        raise _untrusted(name, f"it has more than {MAX_TENSORS:,} tensors")
-    end = 0
-    for key, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
-        if entry.data_offsets != [end, end + entry.bytes]:
-            raise _untrusted(name, f"{quoted(key)} is not where it should be")
-        end += entry.bytes
-    if len(header.raw) + end != size:
-        expected = f"{len(header.raw) + end:,} bytes, it has {size:,}"
-        raise InvalidInputError(f"{name} is damaged: its tensors take {expected}.")
-    return entries
-
-
 def _untrusted(name: str, why: str) -> InvalidInputError:
     return InvalidInputError(f"{name} cannot be trusted: {why}. Use another file.")
 
 
-def _tensor(entry: Entry, device: str = "cpu") -> "Tensor":
-    import torch
-
-    kind = getattr(torch, DTYPES[entry.dtype][0])
-    return torch.empty(entry.shape, dtype=kind, device=device)
-
-
-def _verify_digest(name: str, header: Header, stream: BufferedIOBase) -> None:
+def _verify_digest(name: str, header: bytes, stream: BufferedIOBase) -> None:
     """Check the digest of the file, with zeros in the digest's place."""
-    found = SEAL.search(header.raw)
+    found = DIGEST.search(header)
     if found is not None:
         start, stop = found.span(1)
-        digest = hashlib.sha256(header.raw[:start] + BLANK + header.raw[stop:])
-        stream.seek(len(header.raw))
+        digest = hashlib.sha256(header[:start] + BLANK + header[stop:])
         for chunk in iter(partial(stream.read, DIGEST_CHUNK), b""):
             digest.update(chunk)
     if found is None or digest.hexdigest().encode() != found[1]:
@@ -522,6 +407,7 @@ def pack(
 ) -> bytes:
     """Return the bytes of a file; with a manifest, sealed by its digest."""
     import torch
+    from safetensors.torch import save
 
     # A tensor of one element may have any stride; the copy has the usual one.
     ready = {
@@ -532,38 +418,21 @@ def pack(
         raise NotFiniteError(
             f"{strange} and is not saved. Go back to a good checkpoint."
         )
-    header: dict[str, Any] = {}
+    metadata = None
     if manifest is not None:
-        text = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False)
-        about = {"manifest": text, "sha256": BLANK.decode()}
-        header["__metadata__"] = about
-    end, parts = 0, []
-    # Larger dtypes first, so that all tensors are aligned.
-    for name in sorted(ready, key=lambda name: (-ready[name].itemsize, name)):
-        part = ready[name]
-        if part.dtype not in (names := _dtype_names()):
-            raise InvalidInputError(
-                f"{quoted(name)} is {part.dtype}, which cannot be saved."
-            )
-        place = [end, end := end + part.nbytes]
-        entry = {"dtype": names[part.dtype], "shape": [*part.shape]}
-        header[name] = {**entry, "data_offsets": place}
-        parts.append(part.reshape(-1).view(torch.uint8).numpy().tobytes())
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > MAX_HEADER or len(ready) > MAX_TENSORS:
+        about = {"digest": BLANK.decode(), "manifest": asdict(manifest)}
+        # One key, since safetensors writes several in random order.
+        metadata = {SEAL: json.dumps(about, sort_keys=True, allow_nan=False)}
+    try:
+        data = save(ready, metadata)
+    except UNREADABLE as error:
+        raise InvalidInputError(f"cannot save a tensor: {error!r}.") from None
+    if int.from_bytes(data[:8], "little") > MAX_HEADER:
         raise InvalidInputError(f"{len(ready):,} tensors are too many for one file.")
-    data = b"".join((len(raw).to_bytes(8, "little"), raw, *parts))
-    if found := SEAL.search(data, 0, MAX_HEADER) if manifest else None:
+    if found := DIGEST.search(data, 0, MAX_HEADER) if manifest else None:
         digest = hashlib.sha256(data).hexdigest().encode()
         data = data[: found.start(1)] + digest + data[found.end(1) :]
     return data
-
-
-def _dtype_names() -> "dict[torch.dtype, str]":
-    import torch
-
-    return {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 
 
 def manifest_of(

@@ -13,6 +13,7 @@ With ESPER_DEBUG=1 in the environment, an index out of bounds raises IndexError.
 
 import inspect
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -22,6 +23,8 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, Final
 
 import numba
+import numpy as np
+import torch
 from llvmlite import binding as llvm  # type: ignore[import-untyped]
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
@@ -55,9 +58,17 @@ def summed_with(*modules: ModuleType, part: bool = False) -> Decorator:
     return lambda function: _compiled(function, modules, SUMMED, part)
 
 
-def compiled_for() -> str:
-    """Return the processor that kernels are compiled for; rounding depends on it."""
-    return str(llvm.get_host_cpu_name())
+def versions() -> dict[str, str]:
+    """Return everything that must be equal on two machines for equal results."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "kernels": str(llvm.get_host_cpu_name()),
+    }
 
 
 def require_compiler() -> None:

@@ -1054,7 +1054,7 @@ def bad_mask(mask):
         (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
         (chance(), {"width": None}, r"width must be a valid integer"),
         (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
-        (chance(), {"learning_rate": 2}, "learning_rate must be at most 1; got 2"),
+        (chance(), {"learning_rate": 2}, r"learning_rate must be in \(0, 1\], got 2"),
         (
             chance(),
             {"schedule": "linaer"},

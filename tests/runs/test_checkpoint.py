@@ -10,7 +10,6 @@ import resource
 import shutil
 import tracemalloc
 from dataclasses import replace
-from io import BytesIO
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from safetensors.torch import save
 
 from esper import __version__
 from esper.contracts.errors import InvalidInputError, StorageError
-from esper.files import BLANK, Manifest, discard, pack, read_tensors, unfinished
+from esper.files import BLANK, Manifest, discard, pack, read_safetensors, unfinished
 from esper.runs.checkpoint import CheckpointFolder
 from tests.runs.crash_points import InPlace, Saves
 from tests.runs.disks import (
@@ -141,7 +140,7 @@ def test_damaged_checkpoints_are_passed_over_with_one_line(tmp_path):
         assert len(loaded.rejected) == 2
         (cut,) = [line for line in loaded.rejected if "000002.safetensors" in line]
         (other,) = [line for line in loaded.rejected if "000003.safetensors" in line]
-        assert "is damaged: its tensors take" in cut
+        assert "is damaged: Error while deserializing" in cut
         assert "is damaged, or not a file of Esper" in other
     first.write_bytes(b"x")
     for find in (made.latest, made.best):
@@ -205,12 +204,12 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
 MADE_BY = {"esper": __version__}
 
 
-def raw(header, body=b"", **metadata):
+def raw(header, body=b"", manifest=None):
     """A file that agrees with itself, by hand."""
     about = {"step": 1, "score": None, "facts": {}, "made_by": MADE_BY}
-    about = {"manifest": json.dumps(about), **metadata}
-    about["sha256"] = BLANK.decode()
-    header = {"__metadata__": about, **header}
+    seal = {"digest": BLANK.decode(), "manifest": about if manifest is None else "?"}
+    text = json.dumps(seal).replace('"?"', str(manifest))
+    header = {"__metadata__": {"esper": text}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     data = len(text).to_bytes(8, "little") + text + body
     return data.replace(BLANK, hashlib.sha256(data).hexdigest().encode(), 1)
@@ -228,10 +227,15 @@ def described(**changes):
 PLAIN = Manifest(step=1, score=0.5, facts=FACTS, made_by=MADE_BY)
 
 
-def test_every_changed_bit_shows():
+def read(file, data):
+    file.write_bytes(data)
+    return read_safetensors(file)
+
+
+def test_every_changed_bit_shows(tmp_path):
     tensors = {"a": torch.arange(5.0), "b": torch.tensor([True])}
-    data = pack(tensors, PLAIN)
-    back, manifest = read_tensors("file", BytesIO(data))
+    data, file = pack(tensors, PLAIN), tmp_path / "file"
+    back, manifest = read(file, data)
     assert same(back, tensors)
     assert manifest == PLAIN
     for place in range(len(data)):
@@ -239,7 +243,7 @@ def test_every_changed_bit_shows():
             bad = bytearray(data)
             bad[place] ^= 1 << bit
             with pytest.raises(InvalidInputError):
-                read_tensors("file", BytesIO(bad))
+                read(file, bad)
 
 
 @pytest.mark.parametrize(
@@ -256,29 +260,29 @@ def test_every_changed_bit_shows():
             )
         ),
         (raw({}, manifest="[" * 100_000), "is damaged"),
-        (raw({"a": entry()}), "tensors take [0-9]+ bytes, it has [0-9]+"),
-        (
-            raw({"a": entry(), "b": entry(start=2, stop=6)}, bytes(6)),
-            "not where it should be",
+        *(
+            (data, "is damaged: .*deserializing header")
+            for data in (
+                raw({"a": entry()}),
+                raw({"a": entry(), "b": entry(start=2, stop=6)}, bytes(6)),
+                raw({"a": entry(shape=(1 << 40,), stop=1 << 42)}, bytes(4)),
+                raw({"a": entry(shape=(-1,))}, bytes(4)),
+                raw({"a": 1}),
+                raw({"a\x1b[2J" + "x" * 300: entry("F99")}),
+                raw({"a": entry()}, bytes(4)) + b"x",
+            )
         ),
-        (raw({"a": entry(shape=(1 << 40,), stop=1 << 42)}, bytes(4)), "tensors take"),
         (raw({"a": entry("BOOL", stop=1)}, b"\x02"), "not bool"),
         (raw({"a": entry()}, b"\0\0\xc0\x7f"), "holds NaN"),
-        (raw({"a": entry(shape=(-1,))}, bytes(4)), "its table of tensors is wrong"),
-        (raw({"a": entry(shape=(1,) * 9)}, bytes(4)), "its table of tensors is wrong"),
-        (raw({"a": entry() | {"more": 1}}, bytes(4)), "its table of tensors is wrong"),
-        (raw({"a": 1}), "its table of tensors is wrong"),
-        (raw({"a\x1b[2J" + "x" * 300: entry("F99")}), "its table of tensors is wrong"),
-        (raw({"a": entry()}, bytes(4)) + b"x", "is damaged"),
         ((2**63).to_bytes(8, "little") + b"{}", "is damaged"),
         (save({"a": torch.ones(1)}), "is damaged, or not a file of Esper"),
         *((data, "is damaged") for data in (b"", b"null", b"{}" * 9, b"\xff\xfe{}")),
         (pickle.dumps([1, 2]), "is damaged, or not a file of Esper"),
     ],
 )
-def test_a_file_that_lies_is_refused_in_one_line(data, why):
-    line = refused(why, read_tensors, "checkpoints/000001.safetensors", BytesIO(data))
-    assert line.startswith("checkpoints/000001.safetensors")
+def test_a_file_that_lies_is_refused_in_one_line(tmp_path, data, why):
+    line = refused(why, read, tmp_path / "000001.safetensors", data)
+    assert "000001.safetensors" in line
 
 
 def test_a_file_is_evaluated_by_its_header_before_it_is_read(tmp_path):

@@ -210,8 +210,8 @@ REFUSED_OPTIONS = [
     ("learner.gamma", "1e999", "must be a finite number; got inf"),
     ("learner.gamma", '"0.9"', "got '0.9'"),
     ("learner.ppo.learning_rate", "0", "--learner.ppo.learning_rate must be"),
-    ("learner.ppo.learning_rate", "2", "must be at most 1; got 2"),
-    ("learner.ppo.entropy_coef", "inf", "--learner.ppo.entropy_coef must be finite"),
+    ("learner.ppo.learning_rate", "2", "must be in (0, 1], got 2"),
+    ("learner.ppo.entropy_coef", "inf", "--learner.ppo.entropy_coef must be a finite"),
     (
         "learner.ppo.clip_mode",
         "joints",
@@ -223,10 +223,10 @@ REFUSED_OPTIONS = [
     (
         "learner.ppo.head_entropy",
         "{op = nan}",
-        "--learner.ppo.head_entropy must be finite",
+        "--learner.ppo.head_entropy must be a finite",
     ),
     ("learner.policy.memory", "rnn", "--learner.policy.memory"),
-    ("learner.policy.width", "5000", "must be at most 4096"),
+    ("learner.policy.width", "5000", "must be less than or equal to 4096"),
     ("world.at_once", "yes", "must be a valid boolean; got 'yes'"),
     ("logger", "csv:", "logger 'csv:' needs a folder after the colon"),
     ("logger", "runs/mine", "there is no logger 'runs/mine'; did you mean"),

@@ -270,15 +270,15 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"learning_rate": 0.0}, r"learning_rate must be in \(0, 1e4\], got 0.0"),
+        ({"learning_rate": 0.0}, r"learning_rate must be in \(0, 1\], got 0.0"),
         ({"learning_rate": math.nan}, "learning_rate must be in .*, got nan"),
         ({"learning_rate": 1e5}, "learning_rate must be in .*, got 100000.0"),
         ({"clip_range": -0.1}, "clip_range must be positive"),
         ({"target_kl": 0.0}, "target_kl must be positive"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"epochs": 1.5}, "epochs must be a positive integer, got 1.5"),
-        ({"epochs": 0}, "epochs must be a positive integer, got 0"),
-        ({"minibatches": 0}, "minibatches must be a positive integer, got 0"),
+        ({"epochs": 1.5}, "epochs must be an integer from 1 to 1000, got 1.5"),
+        ({"epochs": 0}, "epochs must be an integer from 1 to 1000, got 0"),
+        ({"minibatches": 0}, "minibatches must be an integer from 1 to .*, got 0"),
         (
             {"entropy_coef": math.inf},
             "entropy_coef must be finite, not negative, got inf",

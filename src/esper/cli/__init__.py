@@ -13,7 +13,6 @@ from typing import Final
 
 from esper import __version__
 from esper.cli.arguments import Command, Parser
-from esper.cli.completion import COMPLETION
 from esper.cli.evaluate import EVALUATE, RECORD
 from esper.cli.grow import BLUEPRINTS, GROW, TASKS
 from esper.cli.output import (
@@ -25,7 +24,7 @@ from esper.cli.output import (
     sudden_interrupts,
 )
 from esper.cli.ppo import DOCTOR, PPO
-from esper.cli.runs import EXPORT, REPORT, RUNS
+from esper.cli.runs import COMPLETION, EXPORT, REPORT, RUNS
 from esper.cli.train import CONFIG, TRAIN
 from esper.workers.deadline import Watch
 

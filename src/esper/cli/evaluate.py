@@ -4,14 +4,11 @@ from argparse import ArgumentParser, Namespace
 from typing import Final
 
 from esper.cli.arguments import (
-    RNG_SEED,
     Command,
-    add_option,
     add_settings,
     add_workers,
     folder_path,
     given_options,
-    integer,
     worker_starter,
 )
 from esper.cli.output import print_line
@@ -46,42 +43,32 @@ def evaluate(options: Namespace) -> None:
 
 
 def add_record_options(parser: ArgumentParser) -> None:
-    """Add the options of `esper record`."""
+    """Add the folder and the settings of `esper record`."""
+    from esper.training.recordings import RecordConfig
+
     parser.add_argument(
         "folder", type=folder_path, metavar="FOLDER", help="output folder"
     )
-    number = integer(1, 1_000_000)
-    for name, kind, default, metavar, text in (
-        ("--stop", str, "anytime", "WHEN", "when to score episodes: end or anytime"),
-        ("--tasks", number, 100, "N", "number of tasks to draw"),
-        ("--hosts", number, 1, "N", "number of hosts per task"),
-        (
-            "--scripts",
-            integer(2, 1_000),
-            20,
-            "N",
-            "number of growth schedules per host",
-        ),
-        ("--rng_seed", RNG_SEED, 0, "N", "random seed of the tasks"),
-    ):
-        add_option(parser, name, kind, default, metavar, text)
     add_workers(parser)
+    add_settings(parser, RecordConfig())
 
 
 def record(options: Namespace) -> None:
     """Record all tasks that the folder does not contain yet."""
     from esper.runs.progress import Progress
+    from esper.runs.settings import construct, parsed_options
     from esper.training.recordings import RecordConfig, record
 
-    names = ("stop", "tasks", "hosts", "scripts", "rng_seed")
-    settings = RecordConfig(**{name: getattr(options, name) for name in names})
-    with worker_starter(vars(options))() as workers, Progress(unit="task") as progress:
+    given = given_options(options)
+    folder, start_workers = given.pop("folder"), worker_starter(given)
+    settings = construct(RecordConfig, *parsed_options(RecordConfig, given))
+    with start_workers() as workers, Progress(unit="task") as progress:
 
         def show(done: int, total: int) -> None:
             progress.update("recording", done, total, "done", workers.active_jobs)
 
-        record(settings, options.folder, workers, show)
-    print_line(f"{options.tasks} tasks are in {options.folder}.")
+        record(settings, folder, workers, show)
+    print_line(f"{settings.tasks} tasks are in {folder}.")
 
 
 EVALUATE: Final = Command(
@@ -118,6 +105,7 @@ examples:
 RECORD: Final = Command(
     run=record,
     options=add_record_options,
+    settings=True,
     help="record how networks grow on random tasks, to pretrain a controller",
     description="""\
 Draw random tasks, grow each host by many fixed schedules, and save the observations and

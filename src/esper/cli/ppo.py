@@ -40,12 +40,7 @@ def ppo(options: Namespace) -> int:
     """Train PPO on an environment, or resume such a run."""
     from esper.contracts.messages import refusal
     from esper.rl.settings import PPORunConfig
-    from esper.rl.training import (
-        AGENT,
-        begin_ppo,
-        ppo_settings_of,
-        resume_ppo,
-    )
+    from esper.rl.training import AGENT, begin_ppo, ppo_settings_of, resume_ppo
     from esper.runs.settings import construct, parsed_options
     from esper.training.callbacks import ConsoleProgress
 

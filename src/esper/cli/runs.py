@@ -1,4 +1,4 @@
-"""`esper runs`, `esper report` and `esper export`."""
+"""`esper runs`, `esper report`, `esper export` and `esper completion`."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -94,6 +94,25 @@ def export(options: Namespace) -> None:
         print_line(f"{len(files)} tables are in {out}.")
 
 
+def add_completion_options(parser: ArgumentParser) -> None:
+    """Add the shell."""
+    parser.add_argument(
+        "shell", choices=("bash", "zsh", "tcsh"), help="shell to write the script for"
+    )
+
+
+def completion(options: Namespace) -> None:
+    """Print a completion script for all commands whose packages are installed."""
+    from importlib.util import find_spec
+
+    import shtab
+
+    from esper.cli import COMMANDS, parser
+
+    known = {*COMMANDS} - ({"ppo"} if find_spec("gymnasium") is None else set())
+    print(shtab.complete(parser(known), options.shell))
+
+
 RUNS: Final = Command(
     run=runs,
     torch=False,
@@ -129,5 +148,16 @@ examples:
 
 An exported controller is a folder with two files: the policy of the best
 checkpoint, and a manifest with its training settings.
+""",
+)
+
+COMPLETION: Final = Command(
+    run=completion,
+    options=add_completion_options,
+    help="print a shell completion script",
+    examples="""\
+examples:
+  eval "$(esper completion bash)"                       in ~/.bashrc
+  esper completion zsh > ~/.zfunc/_esper                with fpath+=(~/.zfunc)
 """,
 )

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from numbers import Real
 from sys import float_info
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+from pydantic import Field
 
 from esper.contracts.actions import NUM_HEADS
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
@@ -21,6 +22,7 @@ from esper.environment.clock import Clock, ClockKind, Stop
 from esper.tasks.task import Task
 
 Term = float | tuple[float, float]
+Batches = Annotated[int, Field(le=10_000)]
 
 OFFERED: Final = ("widen_x1.25", "widen_x1.5", "widen_x2", "widen_x4")
 """Default blueprints."""
@@ -54,13 +56,13 @@ MAX_TERM: Final = 1e30
 class WorldSettings:
     """Settings of a growing world; the simulated world has its own rules."""
 
-    horizon: int | None = None
+    horizon: Batches | None = None
     """Decisions per episode; none: the task's default."""
-    decision_every: int | None = None
+    decision_every: Batches | None = None
     """Batches between two decisions; none: the task's default."""
-    seeds_per_slot: int = 2
+    seeds_per_slot: Annotated[int, Field(le=64)] = 2
     """Maximum number of seeds in each layer that can grow."""
-    slots: int | None = None
+    slots: Annotated[int, Field(le=256)] | None = None
     """Maximum number of seeds per host. Layers that can grow share it equally. none:
     seeds_per_slot applies."""
     rent: Term = 0.01
@@ -72,10 +74,10 @@ class WorldSettings:
     """Host learning rate, as a multiple of the task's default. A number or a range."""
     clock: ClockKind = "batches"
     """Unit of time between decisions: batches or compute (multiply-adds)."""
-    first: float = 4.0
+    first: Annotated[float, Field(le=10_000)] = 4.0
     """Compute between the first two decisions, in batches of the initial host (clock
     compute only)."""
-    ratio: float = 2 ** (1 / 3)
+    ratio: Annotated[float, Field(le=16)] = 2 ** (1 / 3)
     """Ratio of total compute at one decision to that at the decision before, from the
     third decision on (clock compute only)."""
     stop: Stop = "end"
@@ -84,7 +86,7 @@ class WorldSettings:
     charge_eval: bool = True
     """Whether validation passes count as compute. Use false for static networks and
     for controllers that do not use the validation score."""
-    tick: int = 16
+    tick: Batches = 16
     """Batches per tick, the unit of seed tempos and blending speeds."""
     penalty: float = 0.01
     """Reward subtracted for an illegal action."""
@@ -97,7 +99,7 @@ class WorldSettings:
     """Seeds take effect in the next batch, without a training and blending stage.
     Pruning removes them at once. The policy decides only when, where and how much to
     grow."""
-    group_size: int = 1
+    group_size: Annotated[int, Field(le=65_536)] = 1
     """Number of environments that share task data, host, batches, rent, budget and
     rate (common random numbers)."""
 

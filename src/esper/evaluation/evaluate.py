@@ -23,7 +23,6 @@ from esper.runs.records import LADDER, SIZES, STATIC, TEST, reference_of
 from esper.runs.run import STORE, Run, validate_name, versions_now
 from esper.runs.settings import Count, RngSeed, Text, as_toml, one_of, settings
 from esper.runs.store import Store
-from esper.runs.train_config import check_limits
 from esper.tamiyo.registry import CONTROLLERS, NAMES, SHIPPED, Maker
 from esper.tasks.catalogue import TASKS
 from esper.tasks.catalogue import task as find_task
@@ -59,7 +58,6 @@ class EvaluateConfig:
         """Refuse unknown arms and worlds that are too large."""
         if self.name is not None:
             validate_name(self.name)
-        check_limits("world.", self.world)
         if not self.controllers:
             raise refusal("controllers is empty; name at least one.")
         for controller in self.controllers:

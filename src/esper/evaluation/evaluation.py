@@ -114,7 +114,7 @@ def results_of(
 def _done(
     jobs: Sequence[Job], workers: Workers, stop: Callable[[], bool]
 ) -> Iterator[tuple[Job, EvalResult]]:
-    results = workers.run(_run_job, jobs, None, about=Job.about, stop=stop)
+    results = workers.run(run_job, jobs, None, about=Job.about, stop=stop)
     return zip(jobs, results, strict=False)  # fewer if stopped
 
 
@@ -155,7 +155,8 @@ def stored_results(
             yield job, result
 
 
-def _run_job(shared: None, job: Job) -> EvalResult:
+def run_job(maker: Maker | None, job: Job) -> EvalResult:
+    """Evaluate the arm of a job, or the controllers of `maker` on its hosts."""
     compile_engine(job.task)
     hosts = (job.task, job.hosts, job.rng_seed)
     if job.arm in LADDER:
@@ -163,14 +164,9 @@ def _run_job(shared: None, job: Job) -> EvalResult:
             times_as_wide(job.task.host, LADDER[job.arm]), *hosts, job.world
         )
     if job.reference is None:
-        return evaluate_controller(job.maker or job.arm, *hosts, job.world)
+        controller = maker or job.maker or job.arm
+        return evaluate_controller(controller, *hosts, job.world, stage=job.stage)
     return evaluate_static(job.arm, *hosts, job.reference, job.world)
-
-
-def run_validation_job(maker: Maker, job: Job) -> EvalResult:
-    """Evaluate a trained controller on the hosts of the job's stage."""
-    hosts = (job.task, job.hosts, job.rng_seed)
-    return evaluate_controller(maker, *hosts, job.world, stage=job.stage)
 
 
 _COMPILED: Final[set[str]] = set()

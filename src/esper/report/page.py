@@ -132,7 +132,6 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "listed": _listed,
         "svg": Markup,
         "number": _number,
         "bounds": _bounds,
@@ -198,9 +197,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minutes} min"
     return f"{minutes} min {whole % 60} s" if minutes else f"{seconds:.3g} s"
-
-
-def _listed(names: Sequence[object]) -> str:
-    """Names as "a, b and c"."""
-    texts = [str(name) for name in names]
-    return " and ".join([*filter(None, [", ".join(texts[:-1])]), *texts[-1:]])

@@ -581,7 +581,6 @@ class PPO(Stateful):
                 new random numbers. Without `vectorization`, it is "sync".
         """
         tensors, manifest = read_safetensors(Path(path), _fit_agent)
-        assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
         given: dict[str, Any] = {"vectorization": "sync", **changes}
         if "seed" in given and given["seed"] is None:
@@ -702,9 +701,8 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
         )
 
 
-def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
+def _fit_agent(tensors: Tensors, manifest: Manifest) -> None:
     """Refuse a file whose tensors are not those of the policy that it describes."""
-    assert manifest is not None
     spec, settings = _described(manifest)
     columns = spec.observation["vector"].shape[0] if "vector" in spec.observation else 0
     sizes = {"width": settings.width, "the observation": columns}

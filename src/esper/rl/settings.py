@@ -16,13 +16,13 @@ from esper.rl.vector import Vectorization
 from esper.runs.run import validate_name
 from esper.runs.settings import Count, RngSeed, Text, settings
 from esper.runs.sinks import LoggerName
-from esper.runs.train_config import CheckpointConfig, check_limits
+from esper.runs.train_config import CheckpointConfig
 from esper.simic.agent.losses import ClipMode
 from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
 
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 FALLS: Final[dict[str, Callable[[float], float]]] = {
     "constant": lambda progress: 0.0,
@@ -88,11 +88,6 @@ class PPOSettings(PPOConfig):
     """Normalise numeric observations with running statistics."""
     seed: RngSeed = 0
     """Seed of weights, actions, minibatches and environments."""
-
-    def __post_init__(self) -> None:
-        """Refuse what the fields alone let through."""
-        PPOConfig.__post_init__(self)
-        check_limits("", self, PPOConfig)
 
     def factors(self, progress: float) -> tuple[float, float]:
         """Factor of learning rate and entropy, and of the clip range, at a progress."""

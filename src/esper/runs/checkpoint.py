@@ -30,7 +30,6 @@ from esper.files import (
     require_no_link,
     storage,
     unfinished,
-    verify,
 )
 
 if TYPE_CHECKING:  # listing runs must not import torch
@@ -79,20 +78,24 @@ class CheckpointFolder:
         target = self._file(step)
         data = pack(tensors, manifest_of(facts, step, score))
         with storage(target, "save"):
-            self._require_later(step, tensors)
+            for later in [there for there in self.steps() if there >= step]:
+                if self._is_good(later, tensors):
+                    raise InvalidInputError(
+                        f"{short(self.path)} has another state at step {later}, so "
+                        f"step {step} cannot be saved. Resume from it, or start a new "
+                        "run."
+                    )
             if not self.path.is_dir():
                 self._disk.mkdir(self.path)
                 self._disk.sync_folder(self.path.parent)
             for leftover in unfinished(self.path):  # of an interrupted save
                 discard(self._disk, leftover)
             publish(self._disk, target, data)
-            try:
-                self.verify(step, tensors)
-            except InvalidInputError as error:
+            if self._disk.read(target, len(data) + 1) != data:
                 raise StorageError(
                     f"{short(target)} does not read back as it was written. Nothing "
                     "older was removed. Check the disk."
-                ) from error
+                )
             self.prune(step, tensors)
         return target
 
@@ -119,18 +122,9 @@ class CheckpointFolder:
         """
         file = self._file(which)
         tensors, manifest = read_safetensors(file, _fit(like), within, disk=self._disk)
-        assert manifest is not None  # sealed files have one
-        if isinstance(which, int) and manifest.step != which:
-            raise _misplaced(file, manifest)
+        if isinstance(which, int):
+            _require_step(file, manifest, which)
         return Loaded(path=file, manifest=manifest, tensors=tensors)
-
-    def verify(self, step: int, like: Like = None) -> None:
-        """Refuse a checkpoint that does not verify, without loading its tensors."""
-        file = self._file(step)
-        with storage(file, "read"), self._disk.open(file) as stream:
-            manifest = verify(short(file), stream, _fit(like))[0].manifest
-        if manifest is None or manifest.step != step:
-            raise _misplaced(file, manifest)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoint files, in order."""
@@ -153,9 +147,8 @@ class CheckpointFolder:
             file = self._file(step)
             try:
                 with storage(file, "read"), self._disk.open(file) as stream:
-                    manifest = read_header(short(file), stream).manifest
-                if manifest is None or manifest.step != step:
-                    raise _misplaced(file, manifest)
+                    manifest, _ = read_header(short(file), stream)
+                _require_step(file, manifest, step)
                 found.append(manifest)
             except (InvalidInputError, StorageError) as error:
                 rejected.append(str(error))
@@ -185,18 +178,14 @@ class CheckpointFolder:
             raise InvalidInputError(one_line(line))
         return None
 
-    def _require_later(self, step: int, like: Like) -> None:
-        """Refuse a step that is not later than a good checkpoint's."""
-        for later in [there for there in self.steps() if there >= step]:
-            if self._is_good(later, like):
-                raise InvalidInputError(
-                    f"{short(self.path)} has another state at step {later}, so step "
-                    f"{step} cannot be saved. Resume from it, or start a new run."
-                )
-
     def _is_good(self, step: int, like: Like) -> bool:
+        """Whether a checkpoint verifies; its tensors are not loaded."""
+        file = self._file(step)
         try:
-            self.verify(step, like)
+            _, manifest = read_safetensors(
+                file, _fit(like), mapped=True, disk=self._disk
+            )
+            _require_step(file, manifest, step)
         except InvalidInputError:
             return False
         return True
@@ -229,9 +218,9 @@ def _fit(like: Like) -> Fit | None:
     return lambda tensors, manifest: check_fit(like, tensors)
 
 
-def _misplaced(file: Path, manifest: Manifest | None) -> InvalidInputError:
-    step = "no step" if manifest is None else f"step {manifest.step}"
-    return InvalidInputError(
-        f"{short(file)} holds {step}; files were renamed or mixed up. "
-        "Use another checkpoint."
-    )
+def _require_step(file: Path, manifest: Manifest, step: int) -> None:
+    if manifest.step != step:
+        raise InvalidInputError(
+            f"{short(file)} holds step {manifest.step}; files were renamed or mixed "
+            "up. Use another checkpoint."
+        )

@@ -25,7 +25,6 @@ from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.messages import quoted, short
 from esper.contracts.state import Tensors, leaves
 from esper.files import FORMAT, Disk, pack, publish, storage
-from esper.runs.checkpoint import CheckpointFolder, Loaded
 from esper.runs.database import open_store
 from esper.runs.records import TEST
 from esper.runs.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
@@ -72,17 +71,20 @@ def load_controller(path: Path | str) -> TrainedController:
             f"run {run.name} has no trained controller; see esper runs."
         )
     config = from_toml(run.config_toml).learner.policy
-    like, name = policy_shapes(config), run.name
+    like, name, checkpoints = policy_shapes(config), run.name, run.checkpoints()
     if is_checkpoint:
-        found = run.checkpoints().load(folder, like, POLICY)
+        found = checkpoints.load(folder, like, POLICY)
         name += f"@{folder.stem}"
+    elif (best := checkpoints.best(like, POLICY)) is not None:
+        found = best
     else:
-        found = _best(run.checkpoints(), folder, like)
-    weights = {
-        name.removeprefix(POLICY): tensor
-        for name, tensor in found.tensors.items()
-        if name.startswith(POLICY)
-    }
+        raise InvalidInputError(
+            f"{short(folder)} has no checkpoint yet; let it train first."
+        )
+    if found.rejected:
+        text = f"{found.rejected[0]} Round {found.manifest.step} is used instead."
+        warnings.warn(text, EsperWarning, stacklevel=2)
+    weights = {n.removeprefix(POLICY): tensor for n, tensor in found.tensors.items()}
     actions = found.manifest.facts.get("actions", {})
     return TrainedController(
         name=name,
@@ -103,18 +105,6 @@ def _is_exported(path: Path | str) -> bool:
 def policy_shapes(config: PolicyConfig) -> Tensors:
     """Tensors with the names and shapes of a policy in a checkpoint, without data."""
     return leaves(weightless_policy(config), POLICY.rstrip("/"))
-
-
-def _best(checkpoints: CheckpointFolder, folder: Path, like: Tensors) -> Loaded:
-    found = checkpoints.best(like, POLICY)
-    if found is None:
-        raise InvalidInputError(
-            f"{short(folder)} has no checkpoint yet; let it train first."
-        )
-    if found.rejected:
-        text = f"{found.rejected[0]} Round {found.manifest.step} is used instead."
-        warnings.warn(text, EsperWarning, stacklevel=3)
-    return found
 
 
 def newest_controller(root: Path) -> TrainedController:
@@ -148,12 +138,18 @@ def export_controller(
     if run.finished is None:
         raise InvalidInputError(f"run {run.name} is not finished; resume it first.")
     learned = load_controller(path)
+    names = [*(learned.blueprints or ())]
+    if strange := {*names} - {each.name for each in BLUEPRINTS}:
+        raise InvalidInputError(
+            f"{learned.name} uses blueprint {quoted(min(strange))}, which is not built "
+            "in. Train without it."
+        )
     data = pack({name: part.float() for name, part in learned.weights.items()})
     manifest = {
         "format": FORMAT,
         "policy": asdict(learned.config),
         "sha256": sha256(data).hexdigest(),
-        "blueprints": _blueprints(learned),
+        "blueprints": names,
         "choices": dict(learned.choices),
         "training": _training(run, learned),
         "figures": dict(_test_results(run) if figures is None else figures),
@@ -165,22 +161,6 @@ def export_controller(
     publish(disk, folder / WEIGHTS, data)
     publish(disk, folder / MANIFEST, text.encode())
     read(folder)(ActionSpec())
-
-
-def _blueprints(learned: TrainedController) -> list[str]:
-    """Names of the blueprints that it was trained with, all of them built in."""
-    table = {each.name for each in BLUEPRINTS}
-    names = learned.blueprints or ()
-    if not names:
-        raise InvalidInputError(
-            f"{learned.name} has no list of blueprints; train it again."
-        )
-    if strange := [name for name in names if name not in table]:
-        raise InvalidInputError(
-            f"{learned.name} uses blueprint {quoted(strange[0])}, which is not built "
-            "in. Train without it."
-        )
-    return [*names]
 
 
 def _test_results(run: Run) -> dict[str, Any]:

@@ -290,22 +290,14 @@ def invented_name(now: datetime | None = None) -> str:
 
 def versions_now(config_toml: str) -> dict[str, Any]:
     """Everything that must be equal for a resumed run to be exact to the bit."""
-    import numba
-    import numpy as np
     import torch
 
-    from esper.kernels import compiled_for
+    from esper.kernels import versions
 
     return {
         "esper": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "numba": numba.__version__,
+        **versions(),
         "system": platform.system(),
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "kernels": compiled_for(),
         "denormals": bool(torch.tensor(1e-40) * 1 != 0),
         "threads": torch.get_num_threads(),
         "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),

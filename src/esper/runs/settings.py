@@ -37,7 +37,13 @@ def settings(cls: type[T]) -> type[T]:
     made = validated(
         frozen=True,
         kw_only=True,
-        config=ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True),
+        config=ConfigDict(
+            strict=True,
+            extra="forbid",
+            use_attribute_docstrings=True,
+            allow_inf_nan=False,
+            revalidate_instances="always",  # parts that are plain dataclasses too
+        ),
     )(cls)
     init = made.__init__
 

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Final, Protocol, TypeGuard, runtime_checkable
 from pydantic import AfterValidator
 
 from esper.contracts.messages import quoted, refusal, short, unknown
-from esper.contracts.sinks import Sink
 from esper.files import Disk, publish, read_text, storage
 
 PROGRESS: Final = "progress.csv"
@@ -42,6 +41,14 @@ class SupportsLog(Protocol):
 
     def log(self, values: dict[str, float], step: int) -> object:
         """Record named values of one step."""
+        ...
+
+
+class Sink(SupportsLog, Protocol):
+    """A logger that is opened here."""
+
+    def close(self) -> None:
+        """Finish writing and release resources."""
         ...
 
 
@@ -136,18 +143,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
-    """A run of W&B, offline unless WANDB_MODE says otherwise."""
+class TrackerSink:
+    """A run of a tracker with `log` and `finish`, such as W&B and Trackio."""
 
-    def __init__(self, folder: Path | None, info: RunInfo) -> None:
-        self._run: Any = import_module("wandb").init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=info.name,
-            config=dict(info.settings),
-            dir=folder and _made(folder),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            reinit="create_new",  # a run that is open already stays as it is
-        )
+    def __init__(self, run: Any) -> None:  # noqa: ANN401
+        self._run = run
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log all values at once."""
@@ -156,6 +156,36 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def wandb_sink(folder: Path | None, info: RunInfo) -> TrackerSink:
+    """A run of W&B, offline unless WANDB_MODE says otherwise."""
+    run = import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=info.name,
+        config=dict(info.settings),
+        dir=folder and _made(folder),
+        mode=os.environ.get("WANDB_MODE", "offline"),
+        reinit="create_new",  # a run that is open already stays as it is
+    )
+    return TrackerSink(run)
+
+
+def trackio_sink(folder: Path | None, info: RunInfo) -> TrackerSink:
+    """A run of Trackio, in its own folder on this machine."""
+    if folder is not None:  # Trackio reads the variable when it is imported
+        os.environ["TRACKIO_DIR"] = str(_made(folder))
+    trackio: Any = import_module("trackio")
+    used = Path(import_module("trackio.utils").TRACKIO_DIR).absolute()
+    if folder is not None and used != folder.absolute():
+        raise refusal(
+            f"Trackio already uses {short(used)} in this process. Give its folder "
+            "before Trackio is imported, or none."
+        )
+    run = trackio.init(
+        project=PROJECT, name=info.name, config=dict(info.settings), embed=False
+    )
+    return TrackerSink(run)
 
 
 class MlflowSink:
@@ -195,39 +225,13 @@ class MlflowSink:
         self._client.set_terminated(self._id)
 
 
-class TrackioSink:
-    """A run of Trackio, in its own folder on this machine."""
-
-    def __init__(self, folder: Path | None, info: RunInfo) -> None:
-        if folder is not None:  # Trackio reads the variable when it is imported
-            os.environ["TRACKIO_DIR"] = str(_made(folder))
-        trackio: Any = import_module("trackio")
-        used = Path(import_module("trackio.utils").TRACKIO_DIR).absolute()
-        if folder is not None and used != folder.absolute():
-            raise refusal(
-                f"Trackio already uses {short(used)} in this process. Give its folder "
-                "before Trackio is imported, or none."
-            )
-        self._run = trackio.init(
-            project=PROJECT, name=info.name, config=dict(info.settings), embed=False
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log all values at once."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
 MLFLOW_URI: Final = "MLFLOW_TRACKING_URI"
 SINKS: Final[Mapping[str, Callable[[Path | None, RunInfo], Sink]]] = {
     "csv": CsvSink,
     "mlflow": MlflowSink,
     "tensorboard": TensorBoardSink,
-    "trackio": TrackioSink,
-    "wandb": WandbSink,
+    "trackio": trackio_sink,
+    "wandb": wandb_sink,
 }
 """Loggers by name; all but csv need the package of that name."""
 

@@ -303,7 +303,14 @@ def export(
     The folder is created; it must not contain files of these names. Parquet needs
     DuckDB.
     """
-    duckdb = _duckdb() if kind == "parquet" else None
+    duckdb: Any = None
+    if kind == "parquet":
+        try:
+            duckdb = import_module("duckdb")
+        except ImportError:
+            raise InvalidInputError(
+                "Parquet needs DuckDB: pip install 'esper-lite[query]', or export CSV."
+            ) from None
     folder, db = Path(folder), open_store(path, seconds=DEADLINE)
     try:
         files = [folder / f"{table}.{kind}" for table in TABLES]
@@ -368,12 +375,3 @@ def _pack(duckdb: Any, csv: Path, parquet: Path, types: dict[str, str]) -> None:
     except duckdb.Error as error:
         why = str(error).splitlines()[0]
         raise StorageError(f"cannot write {parquet}: {why}") from None
-
-
-def _duckdb() -> Any:  # noqa: ANN401
-    try:
-        return import_module("duckdb")
-    except ImportError:
-        raise InvalidInputError(
-            "Parquet needs DuckDB: pip install 'esper-lite[query]', or export CSV."
-        ) from None

@@ -10,7 +10,7 @@ import hashlib
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import field, fields
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from esper.contracts.actions import HEAD_NAMES
 from esper.contracts.messages import quoted, refusal, short, unknown
-from esper.environment.settings import WorldSettings
+from esper.environment.settings import WorldSettings as World
 from esper.files import read_text
 from esper.runs.records import ENDLESS, LADDER, STATIC
 from esper.runs.run import validate_name
@@ -36,12 +36,9 @@ from esper.runs.settings import (
     table_of,
 )
 from esper.runs.sinks import LoggerName
-from esper.simic.agent.memory import MEMORIES
 from esper.simic.agent.ppo import PPOConfig
 from esper.tamiyo.policy.network import PolicyConfig
 from esper.tamiyo.registry import CONTROLLERS
-
-World = WorldSettings
 
 FAMILY: Final = "family"
 """A family of tasks, each drawn at random, see `esper.tasks.family`."""
@@ -51,24 +48,6 @@ WARM: Final = "warm"
 """Start from a policy pretrained on the simulated world."""
 RECORDINGS: Final = "recordings"
 """Start from a policy fitted to recordings of the run's own tasks."""
-LIMITS: Final = {
-    "learning_rate": 1,
-    "epochs": 1_000,
-    "minibatches": 65_536,
-    "width": 4_096,
-    "slot_width": 4_096,
-    "offer_width": 4_096,
-    "layers": 16,
-    "horizon": 10_000,
-    "decision_every": 10_000,
-    "first": 10_000,
-    "ratio": 16,
-    "tick": 10_000,
-    "seeds_per_slot": 64,
-    "slots": 256,
-    "group_size": 65_536,
-}
-"""Largest values of some settings that time and memory allow."""
 
 
 def _tasks() -> Collection[str]:
@@ -80,7 +59,7 @@ def _tasks() -> Collection[str]:
 TaskName = Annotated[str, one_of("task", _tasks)]
 ArmName = Annotated[str, one_of("controller", lambda: (*CONTROLLERS, *STATIC, *LADDER))]
 Rounds = Annotated[int, Field(ge=1, le=1_000_000)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @settings
@@ -136,12 +115,8 @@ class Learner:
     """The size and kind of the policy."""
 
     def __post_init__(self) -> None:
-        """Check limits that the learner's own classes do not have."""
-        check_limits("ppo.", self.ppo)
-        check_limits("policy.", self.policy)
+        """Refuse entropy coefficients of heads that do not exist."""
         self.ppo.require_heads(*HEAD_NAMES)
-        if (memory := self.policy.memory) not in MEMORIES:
-            raise unknown("policy.memory: there is no", memory, MEMORIES)
 
 
 @settings
@@ -220,7 +195,6 @@ class TrainConfig:
         require_distinct("tasks", self.tasks)
         if self.name is not None:
             validate_name(self.name)
-        check_limits("world.", self.world)
         for name in self.world.blueprints or ():
             if name not in (known := blueprints()):
                 raise unknown("world.blueprints: there is no", name, known)
@@ -230,8 +204,13 @@ class TrainConfig:
                     f"tasks has {alone!r} and others. Give {alone!r} alone, or leave "
                     "it out."
                 )
-        if self.simulated:
-            self._require_default_world()
+        for item in fields(self.world) if self.simulated else ():
+            value = getattr(self.world, item.name)
+            if value != item.default:
+                raise refusal(
+                    f"world.{item.name} is {quoted(value)}, but the simulated world "
+                    "has no such setting. Leave it out."
+                )
         if self.start_from == RECORDINGS and not self.world.at_once:
             raise refusal(
                 "start_from is 'recordings', which requires world.at_once and tasks "
@@ -260,15 +239,6 @@ class TrainConfig:
         """Whether tasks are drawn."""
         return FAMILY in self.tasks
 
-    def _require_default_world(self) -> None:
-        for item in fields(self.world):
-            value = getattr(self.world, item.name)
-            if value != item.default:
-                raise refusal(
-                    f"world.{item.name} is {quoted(value)}, but the simulated world "
-                    "has no such setting. Leave it out."
-                )
-
 
 def require_distinct(what: str, names: Collection[Any]) -> None:
     """Refuse an empty list and repetitions."""
@@ -279,26 +249,6 @@ def require_distinct(what: str, names: Collection[Any]) -> None:
         if name in seen:
             raise refusal(f"{what} has {quoted(name)} twice; name it once.")
         seen.add(name)
-
-
-def check_limits(where: str, config: object, kind: type | None = None) -> None:
-    """Refuse values above `LIMITS` and numbers that are not finite.
-
-    Args:
-        where: Name of the group in errors, with a dot at its end.
-        config: The group.
-        kind: Check only the fields of this base class.
-    """
-    for item in fields(kind or config):  # type: ignore[arg-type]
-        name, value = f"{where}{item.name}", getattr(config, item.name)
-        limit = LIMITS.get(item.name)
-        if limit is not None and value is not None and value > limit:
-            raise refusal(f"{name} must be at most {limit}; got {quoted(value)}.")
-        numbers = value.values() if isinstance(value, Mapping) else [value]
-        floats = [number for number in numbers if isinstance(number, float)]
-        # An infinite target_kl never stops an update.
-        if item.name != "target_kl" and not all(map(isfinite, floats)):
-            raise refusal(f"{name} must be finite; got {quoted(value)}.")
 
 
 DEFAULT: Final = "default"

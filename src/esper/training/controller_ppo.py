@@ -73,16 +73,6 @@ class ShardRollout(WorldRollout):
     """Result of `TamiyoRolloutBuffer.columns`."""
 
 
-def first_shard(mixture: Mixture, number: int, policy: TamiyoPolicy) -> Shard:
-    """The state of a world before the first round."""
-    episodes = torch.zeros(mixture.counts[number], dtype=torch.int64)
-    if mixture.redrawn:
-        return Shard(episodes)
-    world = mixture.world(number)
-    live = start(world, policy)
-    return Shard(episodes, live, mixture.keep(number, world))
-
-
 def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     """Step one world for a round, with a policy of these weights."""
     shard, mixture, number = job.shard, job.mixture, job.number
@@ -143,10 +133,15 @@ class ControllerPPO(Stateful):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(seed, "weights"))
             self.policy = TamiyoPolicy(mixture.spec, learner.policy)
-        self.shards = [
-            first_shard(mixture, number, self.policy)
-            for number in range(len(mixture.counts))
-        ]
+        self.shards = []
+        for number, count in enumerate(mixture.counts):
+            live, kept = None, None
+            if not mixture.redrawn:
+                first = mixture.world(number)
+                live = start(first, self.policy)
+                kept = mixture.keep(number, first)
+            episodes = torch.zeros(count, dtype=torch.int64)
+            self.shards.append(Shard(episodes, live, kept))
         device = usable_device(config.device)
         self.policy.to(device)
         buffer = TamiyoRolloutBuffer.for_policy(

@@ -73,9 +73,7 @@ Report = Callable[[str, int, int, str], None]
 
 
 def warm_policy(
-    config: TrainConfig,
-    report: Report,
-    stop: Callable[[], bool] = lambda: False,
+    config: TrainConfig, report: Report, stop: Callable[[], bool] = lambda: False
 ) -> dict[str, Tensor] | None:
     """Weights of a policy that was trained in the simulated world; None if stopped."""
     from esper.training.worlds import mixture_for, steps_of

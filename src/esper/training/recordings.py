@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -29,27 +29,33 @@ from pydantic.dataclasses import dataclass as validated
 from torch import Generator, Tensor
 
 from esper.contracts.actions import HEADS, ActionSpec
-from esper.contracts.errors import EsperWarning, InvalidInputError, unknown
-from esper.contracts.messages import quoted, short
+from esper.contracts.errors import EsperWarning, InvalidInputError
+from esper.contracts.messages import short
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import Stage
 from esper.contracts.state import Tensors
 from esper.contracts.world import BlueprintOffers, HostStates, Observation, StepResult
-from esper.environment.clock import ENDS, Clock, ClockKind, Stop
+from esper.environment.clock import Clock, ClockKind, Stop
 from esper.environment.settings import LEAST_ERROR, WorldSettings
 from esper.files import (
     Disk,
     Manifest,
     manifest_of,
     publish,
-    read_json,
     read_safetensors,
     read_text,
     storage,
 )
 from esper.files import pack as pack_tensors
 from esper.runs.run import Lock
-from esper.runs.settings import NONE
+from esper.runs.settings import (
+    NONE,
+    RngSeed,
+    as_toml,
+    construct,
+    settings,
+    table_of,
+)
 from esper.runs.streams import stream_seed
 from esper.runs.train_config import RECORDINGS, WARM
 from esper.tamiyo.policy.action_masks import compute_masks
@@ -57,9 +63,8 @@ from esper.tamiyo.scripts import Scripted, draw_scripts
 from esper.tasks.task import Task
 from esper.workers.jobs import Workers
 
-VERSION: Final = 3
 SUFFIX: Final = ".safetensors"
-SETTINGS_FILE: Final = "recording.json"
+SETTINGS_FILE: Final = "recording.toml"
 PARTS: Final[Mapping[str, type]] = {
     "host": HostStates,
     "slots": SlotStates,
@@ -213,7 +218,6 @@ def record_task(
         for name, values in columns.items()
     }
     facts = {
-        "version": VERSION,
         "task": task.name,
         "kind": task.description,
         "host": str(task.host),
@@ -249,24 +253,23 @@ def _compact(array: NDArray[Any]) -> NDArray[Any]:
 # Files.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Amount = Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+@settings
 class RecordConfig:
     """Settings of `record`."""
 
     stop: Stop = "anytime"
-    """When episodes are scored: "end" or "anytime"."""
-    tasks: int = 100
+    """When to score episodes: end or anytime."""
+    tasks: Amount = 100
     """Number of tasks to draw."""
-    hosts: int = 1
-    """Hosts per task."""
-    scripts: int = 20
-    """Scripts per host."""
-    rng_seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse an unknown `stop`."""
-        if self.stop not in ENDS:
-            raise unknown("stop must be end or anytime; got", self.stop, ENDS)
+    hosts: Amount = 1
+    """Number of hosts per task."""
+    scripts: Annotated[int, Field(ge=2, le=1_000)] = 20
+    """Number of growth schedules per host."""
+    rng_seed: RngSeed = 0
+    """Random seed of the tasks."""
 
 
 class RecordJob(NamedTuple):
@@ -302,16 +305,16 @@ def record(
             f"such as {folder}/{config.stop}."
         )
     file = folder / SETTINGS_FILE
-    settings = json.dumps({"version": VERSION, **asdict(config)}, indent=1)
+    text = as_toml(config)
     with storage(folder, "write"):
         folder.mkdir(parents=True, exist_ok=True)
     with closing(Lock(folder)):
-        if os.path.lexists(file) and read_text(file) != settings:
+        if os.path.lexists(file) and read_text(file) != text:
             raise InvalidInputError(
                 f"{short(folder)} holds recordings with other settings. Use another "
                 "folder, or the same settings to continue it."
             )
-        publish(Disk(), file, settings.encode())
+        publish(Disk(), file, text.encode())
         seed, world = config.rng_seed, world_settings(config.stop)
         jobs = [
             RecordJob(
@@ -393,7 +396,6 @@ def pack(recording: Recording) -> bytes:
 class Facts:
     """Required entries of the manifest of a recording."""
 
-    version: int
     scripts: Annotated[int, Field(ge=1)]
     clock: tuple[ClockKind, int, float, float, Stop]
     actions: dict[str, Any]
@@ -409,21 +411,15 @@ class Facts:
 _FACTS: Final = TypeAdapter(Facts)
 
 
-def _facts(manifest: Manifest | None) -> Facts:
-    """The manifest of a recording; refuses other files and other versions."""
-    facts = manifest.facts if manifest is not None else {}
-    if facts.get("version") != VERSION:
-        raise InvalidInputError(
-            f"the file is not a recording of version {VERSION}; its version is "
-            f"{quoted(facts.get('version'))}. Record it again."
-        )
+def _facts(manifest: Manifest) -> Facts:
+    """The manifest of a recording; refuses other files."""
     try:
-        return _FACTS.validate_json(json.dumps(facts))
+        return _FACTS.validate_json(json.dumps(manifest.facts))
     except ValueError:
-        raise InvalidInputError("the recording is damaged. Record it again.") from None
+        raise InvalidInputError("it is not a recording. Record it again.") from None
 
 
-def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -> None:
+def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest) -> None:
     """Refuse a file that does not hold a recording of this action space."""
     facts = _facts(manifest)
     if tensors.keys() != ARRAY_KINDS.keys():
@@ -453,7 +449,6 @@ def _fit(spec: ActionSpec | None, tensors: Tensors, manifest: Manifest | None) -
 def read_recording(file: Path, spec: ActionSpec | None = None) -> Recording:
     """The recording in a file; refuses damaged files and, if given, another `spec`."""
     tensors, manifest = read_safetensors(file, partial(_fit, spec))
-    assert manifest is not None  # sealed files have one
     facts = _facts(manifest)
     limits = {
         "slots.stage": torch.tensor(max(Stage)),
@@ -490,10 +485,11 @@ def read_recordings(
         raise InvalidInputError(
             f"{short(folder)} has no recordings. Make some with esper record."
         )
-    about = folder / SETTINGS_FILE
-    wanted = read_json(about).get("tasks", 0) if holds_recordings(folder) else 0
-    if not isinstance(wanted, int):
-        raise InvalidInputError(f"{short(about)} is damaged. Record the folder again.")
+    wanted = 0
+    if holds_recordings(folder):
+        about = folder / SETTINGS_FILE
+        table = table_of(read_text(about), RecordConfig, f"{short(about)}: ")
+        wanted = construct(RecordConfig, table).tasks
     if len(files) < wanted:
         raise InvalidInputError(
             f"{short(folder)} has {len(files)} of {wanted} recordings. Continue with "

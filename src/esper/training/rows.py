@@ -48,9 +48,7 @@ ALPHA_TARGETS: Final = torch.tensor([*HEADS[HEAD["alpha_target"]].choices.values
 
 
 def rows_of(
-    steps: Sequence[Transition],
-    episode: Int64[Tensor, "time env"],
-    world: VectorWorld,
+    steps: Sequence[Transition], episode: Int64[Tensor, "time env"], world: VectorWorld
 ) -> dict[str, dict[str, Any]]:
     """Rows for the store by table; `episode` counts from 1."""
 

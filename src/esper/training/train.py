@@ -15,12 +15,7 @@ from esper.contracts.devices import usable_device
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import leaves, load, save
 from esper.contracts.world import VectorWorld
-from esper.evaluation.evaluation import (
-    Job,
-    notes_on,
-    run_validation_job,
-    stored_results,
-)
+from esper.evaluation.evaluation import Job, notes_on, run_job, stored_results
 from esper.files import Disk, discard
 from esper.runs.controllers import (
     POLICY,
@@ -38,13 +33,7 @@ from esper.runs.train_config import RECORDINGS, WARM, TrainConfig, digest, from_
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.tamiyo.shipped import TrainedController, weightless_policy
-from esper.training.callbacks import (
-    LEARNED,
-    Checkpoint,
-    Evaluate,
-    Log,
-    Record,
-)
+from esper.training.callbacks import LEARNED, Checkpoint, Evaluate, Log, Record
 from esper.training.controller_ppo import controller_loop
 from esper.training.loop import Callback, TrainingLoop
 from esper.training.pretraining import (
@@ -220,18 +209,12 @@ def _attempt(
                 _evaluate_test(config, run, store, loop)
             if not loop.interrupted():
                 done = {"rounds": loop.round, "env_steps": loop.env_steps}
-                run.finish(done | _start_facts(config, run))
+                recorded = (run.path / START).exists()
+                cost = run.facts(START) if recorded else {"recorded_steps": 0}
+                run.finish(done | cost)
         finally:
             loop.call("on_close")
     return start, loop, None
-
-
-def _start_facts(config: TrainConfig, run: Run) -> dict[str, int | None]:
-    """Number of decisions on real hosts before the first round; None if unknown."""
-    if (run.path / START).exists():
-        return run.facts(START)
-    # Older versions did not count them.
-    return {"recorded_steps": None if _starts_from_recordings(config) else 0}
 
 
 def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
@@ -271,7 +254,7 @@ def _validate(config: TrainConfig, workers: Workers, policy: TamiyoPolicy) -> Re
         Job(LEARNED, task, config.evaluation.hosts, 0, config.world, stage=VALIDATION)
         for task in tasks_of(config, VALIDATION)
     ]
-    results = workers.run(run_validation_job, jobs, learned, about=Job.about)
+    results = workers.run(run_job, jobs, learned, about=Job.about)
     return {job.task.name: result for job, result in zip(jobs, results, strict=True)}
 
 

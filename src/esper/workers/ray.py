@@ -21,14 +21,10 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Final
 
-import numba
-import numpy as np
-import torch
-
 import esper
+from esper import kernels
 from esper.contracts.errors import EsperError, InvalidInputError, WorkersError
 from esper.contracts.messages import one_line, quoted
-from esper.kernels import compiled_for
 from esper.workers.jobs import (
     DEADLINE,
     POLL_SECONDS,
@@ -176,22 +172,14 @@ def _require_token() -> None:
 
 @cache
 def versions() -> dict[str, str]:
-    """Everything that must be equal on two machines for equal results."""
+    """Versions of Esper's sources and of all that they use."""
     sources = hashlib.sha256()
     package = Path(esper.__file__).parent
     for file in sorted(package.rglob("*.py")):
         sources.update(f"{file.relative_to(package)}\n".encode())
         sources.update(file.read_bytes())
-    return {
-        "Esper": f"{esper.__version__}, sources {sources.hexdigest()[:12]}",
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "kernels": str(compiled_for()),
-    }
+    about = f"{esper.__version__}, sources {sources.hexdigest()[:12]}"
+    return {"esper": about, **kernels.versions()}
 
 
 def do_checked_job(

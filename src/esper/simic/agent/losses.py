@@ -20,10 +20,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from esper.contracts.errors import InvalidInputError
@@ -51,7 +52,7 @@ class PPOConfig:
     """Clip range of the probability ratio."""
     clip_mode: ClipMode = "joint"
     """Ratio to clip: joint (of all heads), per_head, or mixed (mean of both losses)."""
-    target_kl: float = 0.03
+    target_kl: Annotated[float, Field(allow_inf_nan=True)] = 0.03
     """Stop the update when KL(old || new) exceeds this; inf disables the check."""
     entropy_coef: float = 0.01
     """Entropy coefficient of each head. Entropies of choices are scaled to a maximum of
@@ -71,16 +72,20 @@ class PPOConfig:
         """Check all values."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type is float and not isinstance(value, Real):
+            if isinstance(item.default, float) and not isinstance(value, Real):
                 raise InvalidInputError(
                     f"{item.name} must be a number, got {quoted(value)}."
                 )
 
         weights, clip = self.head_entropy.values(), self.value_clip
         for name, valid, rule in (
-            ("learning_rate", 0.0 < self.learning_rate <= 1e4, "in (0, 1e4]"),
-            ("epochs", _is_count(self.epochs), "a positive integer"),
-            ("minibatches", _is_count(self.minibatches), "a positive integer"),
+            ("learning_rate", 0.0 < self.learning_rate <= 1.0, "in (0, 1]"),
+            ("epochs", _is_count(self.epochs, 1_000), "an integer from 1 to 1000"),
+            (
+                "minibatches",
+                _is_count(self.minibatches, 65_536),
+                "an integer from 1 to 65536",
+            ),
             ("clip_range", self.clip_range > 0.0, "positive"),
             ("clip_mode", self.clip_mode in CLIP_MODES, f"one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "positive"),
@@ -108,8 +113,8 @@ def _are_weights(*values: float) -> bool:
     return all(0.0 <= value < math.inf for value in values)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and 1 <= value <= most
 
 
 def ppo_terms(

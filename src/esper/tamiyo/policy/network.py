@@ -15,10 +15,11 @@ acting is a sequence of length one.
 import math
 from collections.abc import Generator as Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
+from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
@@ -69,19 +70,22 @@ class Context:
     offers: Float[Tensor, "row slot blueprint offer_width"]
 
 
+Width = Annotated[int, Field(le=4_096)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """Size and memory of the policy network."""
 
-    width: int = 128
+    width: Width = 128
     """Width of the core network and of the memory."""
-    slot_width: int = 64
+    slot_width: Width = 64
     """Width of the slot encoder."""
-    offer_width: int = 32
+    offer_width: Width = 32
     """Width of the encoder of (slot, blueprint) pairs."""
     memory: MemoryName = "mingru"
     """Memory type: mingru, gru, lstm or none."""
-    layers: int = 1
+    layers: Annotated[int, Field(le=16)] = 1
     """Number of memory layers."""
     causal: bool = True
     """Sample and train only the heads that the chosen op uses."""

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from esper.contracts.world import Controller
 from esper.files import (
     read_bytes,
     read_json,
-    read_tensors,
+    read_safetensors,
     require_explained,
     require_readable,
 )
@@ -123,7 +122,7 @@ def read(folder: Path) -> TrainedController:
         )
     config = about.policy
     fit = partial(_fit, config)
-    tensors, _ = read_tensors(short(weights), BytesIO(data), fit, sealed=False)
+    tensors, _ = read_safetensors(weights, fit, sealed=False)
     round_ = about.training.get("round")
     return TrainedController(
         name=folder.resolve().name,
