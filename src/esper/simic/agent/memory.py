@@ -27,7 +27,8 @@ from esper.contracts.errors import InvalidInputError
 from esper.scan import gated_scan
 
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
-TAPS: Final = 4  # inputs that a short convolution reads
+LONGEST_CONV_SPAN: Final = 128.0  # the same for ConvMinGRU, whose taps see short spans
+TAPS: Final = 8  # inputs that a short convolution reads
 SHUT: Final = -1e9  # a sigmoid of this is exactly 0
 MAX_WIDTH: Final = 65_536
 MAX_LAYERS: Final = 64
@@ -36,13 +37,15 @@ MAX_LAYERS: Final = 64
 class MinGRU(nn.Module):
     """Minimal gated recurrent units; each layer adds to its input."""
 
-    def __init__(self, width: int, layers: int = 1) -> None:
+    def __init__(
+        self, width: int, layers: int = 1, longest: float = LONGEST_SPAN
+    ) -> None:
         super().__init__()
         self.state_shape = (layers, width)
         gates = [nn.Linear(width, 2 * width) for _ in range(layers)]
         with torch.no_grad():
             for linear in gates:
-                linear.bias[:width] = -_log_spans(width)
+                linear.bias[:width] = -_log_spans(width, longest)
         self.gates = nn.ModuleList(gates)
 
     def forward(
@@ -67,7 +70,7 @@ class ConvMinGRU(MinGRU):
     """
 
     def __init__(self, width: int, layers: int = 1) -> None:
-        super().__init__(width, layers)
+        super().__init__(width, layers, LONGEST_CONV_SPAN)
         self.state_shape = (layers, TAPS * width)
         self.taps = nn.Parameter(torch.empty(layers, TAPS, width))
         self.bias = nn.Parameter(torch.zeros(layers, width))
@@ -234,13 +237,13 @@ class NoMemory(nn.Module):
         return inputs, torch.zeros_like(state)
 
 
-def _log_spans(width: int) -> Float[Tensor, " width"]:
-    """Return gate biases for initial time spans of 1 to `LONGEST_SPAN` steps.
+def _log_spans(width: int, longest: float = LONGEST_SPAN) -> Float[Tensor, " width"]:
+    """Return gate biases for initial time spans of 1 to `longest` steps.
 
     With zero biases the state halves at every step, and gradients vanish
     (Tallec & Ollivier 2018, arXiv:1804.11188).
     """
-    return torch.linspace(0.0, math.log(LONGEST_SPAN), width)
+    return torch.linspace(0.0, math.log(longest), width)
 
 
 AnyMemory = MinGRU | ConvMinGRU | GRU | LSTM | NoMemory
