@@ -32,7 +32,7 @@ LIBRARIES = {"torch", "F", "Tensor", "nn", "np", "builtins", "sys", "os", "opera
 """What holds functions."""
 RECORDS = {
     *("self", "states", "new", "old", "norm", "own", "module", "factory", "fresh"),
-    *("record", "self.wrapper"),
+    *("record", "more", "self.wrapper"),
 }
 """Objects in `growth` that hold no functions of a library."""
 

@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from esper import files
 from esper.contracts.errors import InvalidInputError, StorageError
 from esper.contracts.messages import short
 from esper.files import (
@@ -16,6 +17,7 @@ from esper.files import (
     manifest_of,
     pack,
     publish,
+    read_safetensors,
     storage,
     temporary_name,
 )
@@ -164,3 +166,39 @@ def test_others_read_what_is_packed_and_equal_content_has_equal_bytes():
     found = safetensors.torch.load(data)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+class SwappingDisk(Disk):
+    """Another process replaces the file, or cuts it, after it was opened."""
+
+    def __init__(self, swap):
+        self._swap = swap
+
+    def open(self, file):
+        stream = super().open(file)
+        self._swap(file)
+        return stream
+
+
+def test_tensors_come_from_the_file_whose_digest_was_checked(tmp_path):
+    file, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for path, value in ((file, 1.0), (other, 2.0)):
+        data = pack({"x": torch.full((3,), value)}, manifest_of({}, 0))
+        path.write_bytes(data)
+    tensors, _ = read_safetensors(file, disk=SwappingDisk(lambda f: other.replace(f)))
+    assert tensors["x"].tolist() == [1.0] * 3
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(pack({"x": torch.ones(10**6)}, manifest_of({}, 0)))
+    mapped = files._mapped
+
+    def cut(*given):
+        found = mapped(*given)
+        os.truncate(file, file.stat().st_size - 4)
+        return found
+
+    monkeypatch.setattr(files, "_mapped", cut)
+    with pytest.raises(InvalidInputError, match="changed while it was read"):
+        read_safetensors(file)

@@ -323,24 +323,52 @@ def read_safetensors(
         if size > limit:
             raise _untrusted(name, f"it has {size:,} bytes, the limit is {limit:,}")
         manifest, header = read_header(name, stream, sealed=sealed)
-        try:
-            with safe_open(file, "pt") as opened:
-                names = [key for key in opened.keys() if key.startswith(within)]  # noqa: SIM118
-                tensors = {key: opened.get_tensor(key) for key in names}
-        except UNREADABLE as error:
-            raise InvalidInputError(one_line(f"{name} is damaged: {error}.")) from None
-        if fit is not None:
-            try:
-                fit(tensors, manifest)
-            except InvalidInputError as error:
-                raise InvalidInputError(one_line(f"{name}: {error}")) from error
-        if manifest is not UNSEALED:
-            _verify_digest(name, header, stream)
-    if mapped:
-        return tensors, manifest
+        tensors = _mapped(name, file, within)
+        _require_fit(name, tensors, manifest, fit)
+        if mapped:
+            chunks: Iterable[bytes] = iter(partial(stream.read, DIGEST_CHUNK), b"")
+            _verify_digest(name, manifest, header, chunks)
+            return tensors, manifest
+        # What is used comes from the one open file; the mapped one may be another.
+        rest = stream.read()
+    if len(header) + len(rest) != size:
+        raise InvalidInputError(f"{name} was changed while it was read. Try again.")
+    _verify_digest(name, manifest, header, [rest])
+    tensors = _loaded(name, header + rest, within)
+    _require_fit(name, tensors, manifest, fit)
     if why := _strange(tensors, finite):
         raise _untrusted(name, why)
-    return {key: tensor.clone() for key, tensor in tensors.items()}, manifest
+    return tensors, manifest
+
+
+def _mapped(name: str, file: Path, within: str) -> "Tensors":
+    """Return tensors that take no memory until their numbers are used."""
+    try:
+        with safe_open(file, "pt") as opened:
+            names = [key for key in opened.keys() if key.startswith(within)]  # noqa: SIM118
+            return {key: opened.get_tensor(key) for key in names}
+    except UNREADABLE as error:
+        raise InvalidInputError(one_line(f"{name} is damaged: {error}.")) from None
+
+
+def _loaded(name: str, data: bytes, within: str) -> "Tensors":
+    from safetensors.torch import load
+
+    try:
+        found = load(data)
+    except UNREADABLE as error:
+        raise InvalidInputError(one_line(f"{name} is damaged: {error}.")) from None
+    return {key: tensor for key, tensor in found.items() if key.startswith(within)}
+
+
+def _require_fit(
+    name: str, tensors: "Tensors", manifest: Manifest, fit: Fit | None
+) -> None:
+    try:
+        if fit is not None:
+            fit(tensors, manifest)
+    except InvalidInputError as error:
+        raise InvalidInputError(one_line(f"{name}: {error}")) from error
 
 
 def read_header(
@@ -385,13 +413,17 @@ def _untrusted(name: str, why: str) -> InvalidInputError:
     return InvalidInputError(f"{name} cannot be trusted: {why}. Use another file.")
 
 
-def _verify_digest(name: str, header: bytes, stream: BufferedIOBase) -> None:
-    """Check the digest of the file, with zeros in the digest's place."""
+def _verify_digest(
+    name: str, manifest: Manifest, header: bytes, chunks: Iterable[bytes]
+) -> None:
+    """Check the digest of a sealed file, with zeros in the digest's place."""
+    if manifest is UNSEALED:
+        return
     found = DIGEST.search(header)
     if found is not None:
         start, stop = found.span(1)
         digest = hashlib.sha256(header[:start] + BLANK + header[stop:])
-        for chunk in iter(partial(stream.read, DIGEST_CHUNK), b""):
+        for chunk in chunks:
             digest.update(chunk)
     if found is None or digest.hexdigest().encode() != found[1]:
         raise InvalidInputError(
