@@ -202,7 +202,7 @@ def report(trainings: Sequence[Training]) -> Report:
     )
     for task in TASKS:
         for side, group in _sides(trainings, task).items():
-            finals = np.array([_known(t.curve)[-1] for t in group])
+            finals = np.array([filled(t.curve)[-1] for t in group])
             middle = mean_interval([finals])
             bounds = (middle.low, middle.high) if len(group) > 1 else (None, None)
             seconds = float(np.mean([t.cpu_seconds for t in group]))
@@ -219,7 +219,7 @@ def _sides(trainings: Sequence[Training], task: str) -> dict[str, list[Training]
     return {side: group for side, group in groups.items() if group}
 
 
-def _known(curve: Sequence[float | None]) -> NDArray[np.float64]:
+def filled(curve: Sequence[float | None]) -> NDArray[np.float64]:
     """A curve in which parts without the end of an episode repeat the one before."""
     known: list[float] = []
     for value in curve:
@@ -239,7 +239,7 @@ def draw(trainings: Sequence[Training], file: Path) -> None:
         panels = figure.subplots(2, 4).flat
         for panel, (name, task) in zip(panels, TASKS.items(), strict=False):
             for side, group in _sides(trainings, name).items():
-                curves = np.array([_known(t.curve) for t in group])
+                curves = np.array([filled(t.curve) for t in group])
                 at = (np.arange(PARTS) + 0.5) / PARTS * task.steps / 1000
                 known = np.isfinite(curves).all(axis=0)
                 at, curves = at[known], curves[:, known]

@@ -27,6 +27,19 @@ USED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
 """Heads of TOOLS that each tool uses."""
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.01, 0.0, 0.01, 0.0]),
+        ({"entropy_coef": 0.1}, [0.1, 0.1, 0.1, 0.1]),
+        ({"head_entropy": {"angle.0": 0.2}}, [0.01, 0.2, 0.01, 0.0]),
+    ],
+)
+def test_numbers_have_no_entropy_bonus_unless_asked_for(options, expected):
+    agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options)
+    assert agent.agent._entropy.tolist() == pytest.approx(expected)
+
+
 class Workshop(gymnasium.Env):
     """Random observations; half of the choices are legal; checks every action."""
 

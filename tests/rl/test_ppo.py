@@ -847,6 +847,28 @@ def test_a_schedule_is_saved_by_name_and_a_function_is_given_again(tmp_path):
     assert rates == pytest.approx([0.5 + 1 / 3, 1, 1])
 
 
+def test_without_memory_minibatches_are_drawn_from_all_steps():
+    """One minibatch of all steps learns the same either way."""
+    options = {"num_envs": 2, "target_kl": math.inf, **SMALL}
+    few = PPO(chance(), minibatches=8, **options)
+    assert few.agent.config.minibatches == 8
+    records = []
+    few.learn(24, callback=records.append)
+    assert records[0].update.steps_taken == 4 * 8
+    assert PPO(chance(), memory="gru", **options).agent.config.minibatches == 2
+
+    steps, rows = (PPO(chance(), **ONCE, **options) for _ in range(2))
+    rows.agent._single_steps = False
+    for agent in (steps, rows):
+        agent.learn(24)
+    torch.testing.assert_close(
+        dict(steps.policy.named_parameters()),
+        dict(rows.policy.named_parameters()),
+        rtol=0,
+        atol=1e-6,
+    )
+
+
 def test_a_loaded_agent_takes_changes_and_keeps_what_its_weights_fix(tmp_path):
     file = tmp_path / "agent"
     agent = PPO(chance(), num_envs=4, memory="gru", minibatches=3, **SMALL).learn(48)

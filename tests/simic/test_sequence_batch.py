@@ -46,6 +46,20 @@ def test_selected_rows_are_whole_contiguous_and_in_the_order_asked():
         assert part.is_contiguous()
 
 
+def test_single_steps_are_rows_of_their_own_without_memory():
+    batch = make_batch()
+    steps = batch.single_steps()
+    whole = fields(batch)
+    for name, rows in fields(steps).items():
+        if name != "state":
+            assert rows.shape[:2] == (15, 1)
+            assert_close(rows.squeeze(1), whole[name].flatten(0, 1), rtol=0, atol=0)
+    assert steps.state.shape == (15, *batch.state.shape[1:])
+    parts = steps.minibatches(7, Generator().manual_seed(1))
+    values = torch.cat([part.values.flatten() for part in parts])
+    assert sorted(values.tolist()) == sorted(batch.values.flatten().tolist())
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_minibatches_hold_every_environment_once_in_even_parts(count):
     parts = [*make_batch().minibatches(count, Generator().manual_seed(1))]

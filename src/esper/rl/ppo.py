@@ -124,13 +124,15 @@ class PPO(Stateful):
         gae_lambda: Trace decay of the advantages.
         learning_rate: Adam learning rate.
         epochs: Passes over each rollout.
-        minibatches: Minibatches per pass, of whole sequences of some environments; at
-            most `num_envs`.
+        minibatches: Minibatches per pass. Each has steps drawn from the whole rollout;
+            with memory, whole sequences of some environments, so at most `num_envs`.
         clip_range: Clip range of the probability ratio.
         clip_mode: Ratio to clip: "joint" (of all heads), "per_head", or "mixed" (mean
             of both losses).
         target_kl: Stop an update when KL(old || new) exceeds this; inf: never.
-        entropy_coef: Entropy coefficient. Entropies are divided by their maximum.
+        entropy_coef: Entropy coefficient. Entropies of choices are divided by their
+            maximum, those of numbers are in bits. None: 0.01 for choices, 0 for
+            numbers.
         head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
@@ -178,7 +180,7 @@ class PPO(Stateful):
         clip_range: float = 0.2,
         clip_mode: ClipMode = "joint",
         target_kl: float = 0.03,
-        entropy_coef: float = 0.01,
+        entropy_coef: float | None = None,
         head_entropy: Mapping[str, float] = MappingProxyType({}),
         value_coef: float = 0.5,
         value_clip: float | None = None,
@@ -252,8 +254,12 @@ class PPO(Stateful):
             device=device,
         )
         order = stream_seed(settings.seed, "order")
-        config = replace(settings, minibatches=min(settings.minibatches, envs))
-        self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
+        single_steps = settings.memory == "none"
+        rows = envs * steps if single_steps else envs
+        config = replace(settings, minibatches=min(settings.minibatches, rows))
+        self.agent = PPOAgent(
+            self.policy, buffer, config, rng_seed=order, single_steps=single_steps
+        )
         self.observations = ObservationReader(spec, normalize=settings.normalize)
         self.world: GymWorld | None = None
         if vector is not None:

@@ -165,7 +165,7 @@ class Changes(TypedDict, total=False):
     clip_range: float
     clip_mode: ClipMode
     target_kl: float
-    entropy_coef: float
+    entropy_coef: float | None
     head_entropy: Mapping[str, float]
     value_coef: float
     value_clip: float | None

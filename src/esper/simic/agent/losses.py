@@ -9,7 +9,7 @@ contribute. Every term is a sum over steps divided by the number of valid steps,
 balance of a head's entropy (divided by the log of its legal choices) and advantage does
 not depend on how often it is open. Padding is masked before any arithmetic. The entropy
 of a number is divided by log 2, so it is in bits: twice the deviation is 1 more, as are
-two equal choices instead of one. It has no bounds.
+two equal choices instead of one. It has no bounds, so by default it earns nothing.
 
 If the environments of a group share random numbers, the mean advantage of the others in
 the group is subtracted from each advantage. It does not depend on the environment's own
@@ -34,6 +34,8 @@ from esper.simic.agent.metrics import Terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 
 MAX_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
+CHOICE_ENTROPY: Final = 0.01
+"""Entropy coefficient of choices by default."""
 ClipMode = Literal["joint", "per_head", "mixed"]
 CLIP_MODES: Final = get_args(ClipMode)
 
@@ -54,9 +56,9 @@ class PPOConfig:
     """Ratio to clip: joint (of all heads), per_head, or mixed (mean of both losses)."""
     target_kl: Annotated[float, Field(allow_inf_nan=True)] = 0.03
     """Stop the update when KL(old || new) exceeds this; inf disables the check."""
-    entropy_coef: float = 0.01
+    entropy_coef: float | None = None
     """Entropy coefficient of each head. Entropies of choices are scaled to a maximum of
-    1, those of numbers are in bits."""
+    1, those of numbers are in bits. none: 0.01 for choices, 0 for numbers."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """Entropy coefficients of single heads, which override entropy_coef."""
     value_coef: float = 0.5
@@ -72,12 +74,14 @@ class PPOConfig:
         """Check all values."""
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(item.default, float) and not isinstance(value, Real):
+            kinds = (Real, type(None)) if item.default is None else Real
+            if isinstance(item.default, float | None) and not isinstance(value, kinds):
                 raise InvalidInputError(
                     f"{item.name} must be a number, got {quoted(value)}."
                 )
 
         weights, clip = self.head_entropy.values(), self.value_clip
+        entropy = CHOICE_ENTROPY if self.entropy_coef is None else self.entropy_coef
         for name, valid, rule in (
             ("learning_rate", 0.0 < self.learning_rate <= 1.0, "in (0, 1]"),
             ("epochs", _is_count(self.epochs, 1_000), "an integer from 1 to 1000"),
@@ -89,7 +93,7 @@ class PPOConfig:
             ("clip_range", self.clip_range > 0.0, "positive"),
             ("clip_mode", self.clip_mode in CLIP_MODES, f"one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "positive"),
-            ("entropy_coef", _are_weights(self.entropy_coef), "finite, not negative"),
+            ("entropy_coef", _are_weights(entropy), "finite, not negative"),
             ("head_entropy", _are_weights(*weights), "finite, not negative"),
             ("value_coef", _are_weights(self.value_coef), "finite, not negative"),
             ("value_clip", clip is None or clip > 0.0, "positive or None"),
@@ -107,6 +111,13 @@ class PPOConfig:
                 f"head_entropy must name heads of {heads}, got "
                 f"{dict(self.head_entropy)!r}."
             )
+
+    def entropy_of(self, head: str, *, is_number: bool) -> float:
+        """Return the entropy coefficient of a head."""
+        usual = self.entropy_coef
+        if usual is None:
+            usual = 0.0 if is_number else CHOICE_ENTROPY
+        return self.head_entropy.get(head, usual)
 
 
 def _are_weights(*values: float) -> bool:

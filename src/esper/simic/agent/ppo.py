@@ -150,6 +150,8 @@ class PPOAgent(Stateful):
         buffer: The buffer that `update` reads.
         config: Settings of the update; the defaults if None.
         rng_seed: Seed of the order of minibatches.
+        single_steps: Draw minibatches from all steps instead of whole sequences. Only
+            for policies without memory.
     """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
@@ -162,15 +164,17 @@ class PPOAgent(Stateful):
         config: PPOConfig | None = None,
         *,
         rng_seed: int = 0,
+        single_steps: bool = False,
     ) -> None:
         self.policy = policy
         self.buffer = buffer
+        self._single_steps = single_steps
         self.config = self._annealed = config = config or PPOConfig()
         _require_match(policy, buffer)
-        heads = policy.spec.head_names
-        self._family = family_of(policy.spec.numeric)
+        heads, numeric = policy.spec.head_names, policy.spec.numeric
+        self._family = family_of(numeric)
         config.require_heads(*heads)
-        if config.minibatches > buffer.num_envs:
+        if config.minibatches > buffer.num_envs and not single_steps:
             raise InvalidInputError(
                 f"minibatches is {config.minibatches} but the buffer has "
                 f"{buffer.num_envs} environments. Use at most one per environment."
@@ -191,7 +195,10 @@ class PPOAgent(Stateful):
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
         self._full_entropy = self._entropy = torch.tensor(
-            [config.head_entropy.get(name, config.entropy_coef) for name in heads],
+            [
+                config.entropy_of(name, is_number=is_number)
+                for name, is_number in zip(heads, numeric, strict=True)
+            ],
             device=self.device,
         )
 
@@ -273,7 +280,8 @@ class PPOAgent(Stateful):
             batch.advantages, batch.valid_mask, batch.group_size
         )
         advantages = normalize_advantages(advantages, batch.valid_mask)
-        return replace(batch, advantages=advantages)
+        batch = replace(batch, advantages=advantages)
+        return batch.single_steps() if self._single_steps else batch
 
     def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
         """Take one optimiser step unless the guard rejects it; return its metrics."""

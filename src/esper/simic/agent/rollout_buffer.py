@@ -97,6 +97,18 @@ class SequenceBatch:
         chosen = map_tensors(lambda tensor: tensor.index_select(0, index), self)
         return replace(chosen, group_size=1)
 
+    def single_steps(self) -> "SequenceBatch":
+        """Make every step a row of its own, for policies without memory."""
+        rows = {
+            name: map_tensors(lambda t: t.flatten(0, 1).unsqueeze(1), self[name])
+            for name in self.__slots__
+            if name not in ("state", "group_size")
+        }
+        steps = self.valid_mask.numel()
+        return SequenceBatch(
+            **rows, state=self.state.new_zeros(steps, *self.state.shape[1:])
+        )
+
     def minibatches(
         self, count: int, generator: Generator
     ) -> Iterator["SequenceBatch"]:
