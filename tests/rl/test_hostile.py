@@ -102,7 +102,7 @@ def test_a_command_outlives_what_no_signal_can_interrupt(tmp_path, name, words):
 def test_a_process_of_an_environment_has_a_deadline(name, error, words, capfd):
     agent = PPO(made(name), num_envs=2, rollout_steps=4, width=8, vectorization="async")
     if error is WorkersError:
-        agent.world.vector._seconds = 0.5
+        agent.world.vector._seconds = agent.world.vector.env.seconds = 0.5
     processes = agent.world.vector.env.processes
     with pytest.raises(error, match=words):
         agent.learn(8)

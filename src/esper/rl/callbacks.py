@@ -58,7 +58,8 @@ class EvalCallback(Callback):
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Refuse environments that an evaluation would reset."""
-        if self._env is None and isinstance(loop.algorithm._source, VectorEnv):
+        source = loop.algorithm.evaluation_source() if self._env is None else None
+        if isinstance(source, VectorEnv):
             raise InvalidInputError(
                 "EvalCallback would reset the vector environment that the agent learns "
                 "in. Give it environments of its own: EvalCallback(env=...)."

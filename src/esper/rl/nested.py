@@ -44,6 +44,16 @@ def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[st
     return (spaces.Dict(kept) if dropped else space), dropped
 
 
+def short_space(space: Space[Any]) -> str:
+    """A space as short text, without bounds."""
+    if isinstance(space, spaces.Dict):
+        parts = (f"{name}: {short_space(part)}" for name, part in space.items())
+        return f"Dict({', '.join(parts)})"
+    if isinstance(space, spaces.Tuple):
+        return f"Tuple({', '.join(map(short_space, space))})"
+    return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)
+
+
 def space_data(space: Space[Any]) -> dict[str, Any]:
     """A space as plain data."""
     match space:

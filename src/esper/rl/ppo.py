@@ -18,12 +18,15 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self, Unpack
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import Env
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -48,7 +51,7 @@ from esper.files import (
     require_explained,
     storage,
 )
-from esper.rl.nested import batch_of_one, first_of
+from esper.rl.nested import batch_of_one, first_of, short_space
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
 from esper.rl.settings import (
@@ -111,12 +114,13 @@ class PPO(Stateful):
     """An agent and the environments that it learns in.
 
     Args:
-        env: The id of an environment, a function that makes one, or a VectorEnv.
+        env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make.
-        vectorization: Where environments run. "sync": in this process; "async": each in
-            its own process; "native": the vector environment that the id registers.
+        num_envs: How many environments to make; None: 16, or those that `env` has.
+        vectorization: Where environments run. "sync": in this process; "async": in
+            other processes; "native": the vector environment that the id registers.
+        num_workers: Processes of "async"; None: one per core. At most `num_envs`.
         seed: Seed of weights, actions, minibatches and environments. None draws one,
             which `settings.seed` keeps.
         rollout_steps: Steps of each environment between two updates.
@@ -166,8 +170,9 @@ class PPO(Stateful):
         env: Source,
         *,
         memory: MemoryName = "none",
-        num_envs: int = 16,
+        num_envs: int | None = None,
         vectorization: Vectorization = "sync",
+        num_workers: int | None = None,
         seed: int | None = 0,
         rollout_steps: int = 128,
         gamma: float = 0.99,
@@ -201,26 +206,44 @@ class PPO(Stateful):
         values = {name: given[name] for name in PPOSettings.__dataclass_fields__}
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
+        if num_envs is None:
+            del values["num_envs"]
         settings = PPOSettings(**plain(values))
         settings.require_schedules()
         where = usable_device(device)
-        vector = Vector(
-            env,
-            settings.num_envs,
-            settings.vectorization,
-            _table(head_relevance),
-            masks,
-            settings.env_timeout,
-        )
         self._source: Source | None = env
         self._masks = masks
+        vector = self._vector(env, settings, _table(head_relevance), num_envs)
         try:
             settings = replace(settings, num_envs=vector.num_envs)
             self._build(vector.spec, settings, vector, where)
         except BaseException:
-            if not isinstance(env, VectorEnv):
-                vector.close()
+            vector.release()
             raise
+
+    def _vector(
+        self,
+        source: Source,
+        settings: PPOSettings,
+        head_relevance: tuple[tuple[bool, ...], ...] | None,
+        num_envs: int | None = None,
+    ) -> Vector:
+        """The environments of a source; `num_envs` is what the caller asked for."""
+        there = 1 if isinstance(source, Env) else getattr(source, "num_envs", None)
+        if isinstance(source, Env | VectorEnv) and num_envs not in (None, there):
+            raise InvalidInputError(
+                f"num_envs must be {there}, the number of environments in env, got "
+                f"{num_envs}. For more, pass an id or a function."
+            )
+        return Vector(
+            source,
+            settings.num_envs,
+            settings.vectorization,
+            head_relevance,
+            self._masks,
+            settings.env_timeout,
+            settings.num_workers,
+        )
 
     def _build(
         self,
@@ -270,6 +293,17 @@ class PPO(Stateful):
         """Progress of the schedules in the last round, from 0 to 1."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
+
+    def __repr__(self) -> str:
+        where = "no environment"
+        if self.world is not None:
+            where = f"{self.world.vector.name} x {self.settings.num_envs}"
+        seen, acted = map(
+            short_space, (self.spec.observation_space, self.spec.action_space)
+        )
+        memory, width = self.settings.memory, self.settings.width
+        what = f"{seen} -> {acted}, {memory=}, {width=}, env_steps={self.env_steps}"
+        return f"{type(self).__name__}({where}, {what})"
 
     def learn(
         self,
@@ -485,27 +519,36 @@ class PPO(Stateful):
             raise InvalidInputError(
                 f"episodes must be a whole number from 1, got {quoted(episodes)}."
             )
-        source = self._source if env is None else env
-        if source is None:
-            raise InvalidStateError("there is no environment; give evaluate(env=...).")
-        settings = self.settings
-        kind = "sync" if settings.vectorization == "async" else settings.vectorization
-        vector = Vector(
-            source,
-            min(episodes, settings.num_envs),
-            kind,
-            self.spec.head_relevance,
-            self._masks,
-            settings.env_timeout,
+        source = self.evaluation_source() if env is None else env
+        kind = self.settings.vectorization if isinstance(source, str) else "sync"
+        settings = replace(
+            self.settings,
+            num_envs=min(episodes, self.settings.num_envs),
+            vectorization="sync" if kind == "async" else kind,
         )
+        vector = self._vector(source, settings, self.spec.head_relevance)
         try:
             self._require_spaces(vector)
-            if vector.env is self._source:
+            if source is self._source and vector.is_given:
                 self._rollout = None
             return self._evaluate(vector, episodes, env, deterministic, seed, max_steps)
         finally:
-            if not isinstance(source, VectorEnv):
-                vector.close()
+            vector.release()
+
+    def evaluation_source(self) -> Source:
+        """What makes environments like those it learns in."""
+        source = self._source
+        if source is None:
+            raise InvalidStateError("there is no environment; give evaluate(env=...).")
+        if not isinstance(source, Env):
+            return source
+        spec = source.spec
+        wrappers = () if spec is None else spec.additional_wrappers
+        if spec is None or any(wrapper.kwargs is None for wrapper in wrappers):
+            raise InvalidInputError(
+                "the environment of the agent cannot be copied; give evaluate(env=...)."
+            )
+        return partial(gymnasium.make, spec)
 
     def _evaluate(
         self,
@@ -592,14 +635,8 @@ class PPO(Stateful):
         vector = None
         if env is not None:
             settings.require_schedules()
-            vector = Vector(
-                env,
-                settings.num_envs,
-                settings.vectorization,
-                spec.head_relevance,
-                masks,
-                settings.env_timeout,
-            )
+            table, count = spec.head_relevance, given.get("num_envs")
+            vector = agent._vector(env, settings, table, count)
             settings = replace(settings, num_envs=vector.num_envs)
         try:
             agent._build(spec, settings, vector, where)
@@ -607,8 +644,8 @@ class PPO(Stateful):
                 agent._require_spaces(vector)
             load(agent, tensors)
         except BaseException:
-            if vector is not None and not isinstance(env, VectorEnv):
-                vector.close()
+            if vector is not None:
+                vector.release()
             raise
         if "seed" in given:
             agent.generator = stream(settings.seed, "choices")
