@@ -138,14 +138,19 @@ def value_at(value: Any, path: Path) -> Any:  # noqa: ANN401
     return value
 
 
-def from_parts(space: Space[Any], part: Callable[[Path], Any], path: Path = ()) -> Any:  # noqa: ANN401
+def from_parts(
+    space: Space[Any],
+    part: Callable[[Path], Any],
+    path: Path = (),
+    kinds: tuple[Any, Any] = (dict, tuple),
+) -> Any:  # noqa: ANN401
     """A value of a nested space; `part` returns the value at each path."""
     if isinstance(space, spaces.Dict):
         inner = space.spaces.items()
-        return {name: from_parts(s, part, (*path, name)) for name, s in inner}
+        return kinds[0]([(n, from_parts(s, part, (*path, n), kinds)) for n, s in inner])
     if isinstance(space, spaces.Tuple):
         each = enumerate(space.spaces)
-        return tuple(from_parts(s, part, (*path, i)) for i, s in each)
+        return kinds[1]([from_parts(s, part, (*path, i), kinds) for i, s in each])
     return part(path)
 
 

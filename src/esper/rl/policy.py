@@ -1,6 +1,6 @@
 r"""A policy for any spaces: encoder, memory, heads and a value.
 
-    vector ──linear─┐
+    vector ──linear─┐       (or an encoder of the user, and a linear layer)
     images ──conv───┴─▶ tanh ──▶ memory ──▶ hidden ──▶ heads
                                     └─────▶ hidden ──▶ V(s)
 
@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.contracts.devices import to_device
+from esper.contracts.features import Leaf
 from esper.kernels import kernel
+from esper.rl.encoders import Encoder, image_encoder, own_encoder
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
@@ -45,8 +47,6 @@ Array = NDArray[Any]
 Features = dict[str, Tensor]
 INITIAL_LOG_DEVIATION: Final = 0.0
 """Log standard deviation of numbers before learning; [-1, 1] is the range of a Box."""
-CHANNELS: Final = (16, 32)
-"""Of the two layers that read images, each of which halves their sides."""
 NEAR: Final = 0.25
 """Share of an image's bound that its largest number must reach to use the bound."""
 
@@ -54,15 +54,26 @@ NEAR: Final = 0.25
 class Trunk(nn.Module):
     """Encoder, memory and a hidden layer: from features to what heads read."""
 
-    def __init__(self, spec: SpaceSpec, config: PPOSettings, outputs: int) -> None:
+    def __init__(
+        self,
+        spec: SpaceSpec,
+        config: PPOSettings,
+        outputs: int,
+        encoder: Encoder | None = None,
+    ) -> None:
         super().__init__()
         width, leaves = config.width, spec.observation
+        self._spec, self.encoder = spec, nn.ModuleList()
+        if encoder is not None:
+            module, columns = own_encoder(encoder, spec)
+            self.encoder.append(module)
+            leaves = {"vector": Leaf((columns,))}
         self.vector_in = None
         if "vector" in leaves:
             self.vector_in = nn.Linear(leaves["vector"].shape[0], width)
         self.image_in = nn.ModuleDict(
             {
-                name: _image_encoder(leaf.shape, width)
+                name: image_encoder(leaf.shape, width)
                 for name, leaf in leaves.items()
                 if name != "vector"
             }
@@ -81,6 +92,10 @@ class Trunk(nn.Module):
         Rows are environments x steps.
         """
         parts = []
+        for encoder in self.encoder:
+            leaves = self._spec.observation
+            rows = {n: x.reshape(-1, *leaves[n].shape) for n, x in features.items()}
+            features = {"vector": encoder(self._spec.encoder_input(rows))}
         if self.vector_in is not None:
             vector = features["vector"]
             parts.append(self.vector_in(vector.reshape(-1, vector.shape[-1])))
@@ -109,13 +124,18 @@ class SpacePolicy(nn.Module):
     _starts: Tensor
     _sees: Tensor
 
-    def __init__(self, spec: SpaceSpec, config: PPOSettings | None = None) -> None:
+    def __init__(
+        self,
+        spec: SpaceSpec,
+        config: PPOSettings | None = None,
+        encoder: Encoder | None = None,
+    ) -> None:
         super().__init__()
         self.spec, self.config = spec, (config := config or PPOSettings())
         width, heads = config.width, len(spec.sizes)
         # One trunk has the hidden layers of heads and value side by side.
         parts = (width, width) if config.separate_value else (2 * width,)
-        trunks = [Trunk(spec, config, part) for part in parts]
+        trunks = [Trunk(spec, config, part, encoder) for part in parts]
         layers, size = trunks[0].memory.state_shape
         self.state_shape = (len(parts) * layers, size)
         self.trunks = nn.ModuleList(trunks)
@@ -463,17 +483,3 @@ def _places(spec: SpaceSpec) -> Array:
     rows[numeric, 1] = False
     deviations = np.flatnonzero(numeric) * spec.width + 1
     return np.concatenate((np.flatnonzero(rows), deviations))
-
-
-def _image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:
-    """Two convolutions that halve the sides, and one linear layer."""
-    one, two = CHANNELS
-    sides = [-(-side // 4) for side in shape[1:]]
-    return nn.Sequential(
-        nn.Conv2d(shape[0], one, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(one, two, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(two * sides[0] * sides[1], width),
-    )

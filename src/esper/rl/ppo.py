@@ -51,6 +51,7 @@ from esper.files import (
     require_explained,
     storage,
 )
+from esper.rl.encoders import Encoder
 from esper.rl.nested import batch_of_one, first_of, short_space
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
@@ -148,6 +149,8 @@ class PPO(Stateful):
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
+        encoder: A module, or a function of a space that makes one, from one observation
+            to a vector; see docs/ppo.md. None: layers that fit the observation space.
         autoregressive: Draw each head given the choices of all heads before it.
         normalize: Normalise observations by running statistics. Images are divided by
             their largest bound, or by the largest number seen if that is below a
@@ -195,6 +198,7 @@ class PPO(Stateful):
         width: int = 64,
         layers: int = 1,
         separate_value: bool = False,
+        encoder: Encoder | None = None,
         autoregressive: bool = False,
         normalize: bool = True,
         head_relevance: Any = None,  # noqa: ANN401
@@ -216,7 +220,7 @@ class PPO(Stateful):
         vector = self._vector(env, settings, _table(head_relevance), num_envs)
         try:
             settings = replace(settings, num_envs=vector.num_envs)
-            self._build(vector.spec, settings, vector, where)
+            self._build(vector.spec, settings, vector, where, encoder)
         except BaseException:
             vector.release()
             raise
@@ -251,6 +255,7 @@ class PPO(Stateful):
         settings: PPOSettings,
         vector: Vector | None,
         device: torch.device,
+        encoder: Encoder | None,
     ) -> None:
         """Make what is learnt and what learns."""
         if vector is not None:
@@ -262,7 +267,7 @@ class PPO(Stateful):
         self.spec, self.settings, self.device = spec, settings, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
-            self.policy = SpacePolicy(spec, settings).to(device)
+            self.policy = SpacePolicy(spec, settings, encoder).to(device)
         # Without environments nothing is collected.
         envs, steps = (settings.num_envs, settings.rollout_steps) if vector else (1, 1)
         buffer = TamiyoRolloutBuffer(
@@ -591,6 +596,8 @@ class PPO(Stateful):
             settings["target_kl"] = "inf"
         facts = {"settings": settings, "masked": self.masked, "progress": self.progress}
         facts |= self.spec.describe()
+        for module in self.policy.trunks[0].get_submodule("encoder").children():
+            facts["encoder"] = type(module).__qualname__
         manifest = manifest_of(facts, self.env_steps)
         file = Path(path)
         with storage(file, "write"):
@@ -611,6 +618,7 @@ class PPO(Stateful):
         *,
         masks: MaskSource | None = "auto",
         device: torch.device | str = "cpu",
+        encoder: Encoder | None = None,
         **changes: Unpack[Changes],
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
@@ -620,10 +628,13 @@ class PPO(Stateful):
             env: Where to learn on and evaluate; not needed to predict.
             masks: As in `PPO`.
             device: As in `PPO`.
+            encoder: As in `PPO`, for an agent that has one: a file holds no code. Its
+                weights are those of the file.
             changes: Settings of `PPO` that replace those of the file. A `seed` starts
                 new random numbers. Without `vectorization`, it is "sync".
         """
-        tensors, manifest = read_safetensors(Path(path), _fit_agent)
+        fit = partial(_fit_agent, encoder=encoder)
+        tensors, manifest = read_safetensors(Path(path), fit)
         assert manifest is not None  # sealed files have one
         spec, settings = _described(manifest)
         given: dict[str, Any] = {"vectorization": "sync", **changes}
@@ -639,7 +650,7 @@ class PPO(Stateful):
             vector = agent._vector(env, settings, table, count)
             settings = replace(settings, num_envs=vector.num_envs)
         try:
-            agent._build(spec, settings, vector, where)
+            agent._build(spec, settings, vector, where, encoder)
             if vector is not None:
                 agent._require_spaces(vector)
             load(agent, tensors)
@@ -739,16 +750,25 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
         )
 
 
-def _fit_agent(tensors: Tensors, manifest: Manifest | None) -> None:
+def _fit_agent(
+    tensors: Tensors, manifest: Manifest | None, encoder: Encoder | None
+) -> None:
     """Refuse a file whose tensors are not those of the policy that it describes."""
     assert manifest is not None
     spec, settings = _described(manifest)
+    name = manifest.facts.get("encoder")
+    if (name is None) != (encoder is None):
+        what = "has no encoder of its own. Omit encoder"
+        if name is not None:
+            what = f"has an encoder, {quoted(name)}, and a file holds no code. Give it "
+            what += "again: PPO.load(encoder=...)"
+        raise InvalidInputError(f"this agent {what}.")
     columns = spec.observation["vector"].shape[0] if "vector" in spec.observation else 0
     sizes = {"width": settings.width, "the observation": columns}
     require_explained({**sizes, "the action": len(spec.sizes)}, tensors.values())
     _ = spec.allowed  # holds numbers, so it must not be made without memory
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        policy = SpacePolicy(spec, settings)
+        policy = SpacePolicy(spec, settings, encoder)
     start = "agent/policy"
     own = {name: part for name, part in tensors.items() if name.startswith(start)}
     check_fit(leaves(policy, start), own)
