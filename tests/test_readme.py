@@ -58,8 +58,8 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
 class MaskedCart(gymnasium.Wrapper):
     """CartPole in which pushing right is illegal far to the right."""
 
-    def __init__(self):
-        super().__init__(gymnasium.make("CartPole-v1"))
+    def __init__(self, env=None):
+        super().__init__(env or gymnasium.make("CartPole-v1"))
 
     def action_masks(self):
         return np.array([True, self.unwrapped.state[0] < 1.0])
@@ -73,7 +73,8 @@ def test_both_sides_of_a_migration_run_as_they_stand(library, tmp_path, monkeypa
     at = next(i for i, text in enumerate(page) if f"import {library}" in text)
     for text in page[at : at + 2]:
         assert text.count("learn(100_000)") == 1
-        env = MaskedCart()
+        env = gymnasium.make("CartPole-v1")
+        env = MaskedCart(env) if library == "MaskablePPO" else env
         known = {"make_env": MaskedCart, "env": env, "obs": env.reset(seed=0)[0]}
         known["mask"] = np.array([True, False])
         names = run(text.replace("100_000", "128"), known)  # one rollout

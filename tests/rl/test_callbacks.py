@@ -125,12 +125,12 @@ def test_videos_show_one_episode_and_change_nothing_that_is_learnt(tmp_path):
 @pytest.mark.parametrize(
     ("env", "given", "words"),
     [
-        (lambda: Film(None), None, "shows no images, its render_mode is None. Video"),
+        (lambda: Film(None), None, "ValueError: its render_mode is None. Give an id"),
         (Film(), None, "the environment of the agent cannot be copied"),
         (
             gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
             None,
-            r"a VectorEnv cannot be recorded. VideoCallback\(env=...\) needs an id",
+            "recorded: TypeError: 'SyncVectorEnv' object is not callable. Give an id",
         ),
         (Film, lambda: 1 / 0, "no video can be recorded: ZeroDivisionError"),
     ],

@@ -245,7 +245,10 @@ class Returns(nn.Module):
         (Returns(lambda x: (x, x)), "float32 numbers, got tuple"),
         (Returns(lambda x: x - x.mean(0)), "the same result alone and in a batch"),
         (Returns(lambda x: x + torch.rand_like(x)), "the same result alone and in"),
-        (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "BatchNorm1d '1' in train"),
+        (
+            nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+            "has a BatchNorm1d in train",
+        ),
         (nn.Dropout(0.1), "has a Dropout in training mode"),
         (nn.Linear(7, 3), "encoder failed: RuntimeError: mat1 and mat2"),
         (lambda space: 3, "encoder failed: TypeError: it makes a int"),

@@ -559,7 +559,7 @@ def test_learning_goes_on_after_an_interruption_in_a_rollout():
 
 def test_a_step_that_was_interrupted_in_processes_is_waited_for():
     agent = PPO(chance("none"), vectorization="async", num_envs=2, **SMALL).learn(24)
-    vector = agent.world.vector.env
+    vector = agent.world.env
 
     def interrupted():
         raise KeyboardInterrupt
@@ -636,7 +636,7 @@ def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
     for source in ("none", "observation"):
         agent = PPO(chance(source), num_envs=2, **SMALL).learn(24)
-        agent.predict(agent.world.vector.reset(0).observation)
+        agent.predict(agent.world.env.reset(seed=0)[0])
     older = tmp_path / "older.safetensors"
     agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
     agent.save(older)

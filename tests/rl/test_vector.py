@@ -3,8 +3,8 @@
 import pickle
 
 import gymnasium
-import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
@@ -79,7 +79,7 @@ def test_a_few_processes_give_the_same_to_the_bit(masks):
     ours = {"num_envs": 5, "seed": 3, **SMALL}
     here = PPO(chance(masks), **ours).learn(120)
     there = PPO(chance(masks), vectorization="async", num_workers=2, **ours).learn(120)
-    assert len(there.world.vector.env.processes) == 2
+    assert len(there.world.env.processes) == 2
     assert_same_agents(here, there)
     there.close()
 
@@ -112,7 +112,7 @@ def test_processes_are_as_many_as_cores_and_at_most_as_environments(monkeypatch)
     for envs, workers, expected in ((5, None, 3), (2, None, 2), (2, 4, 2), (5, 1, 1)):
         found = Vector(Tame, envs, "async", num_workers=workers)
         assert len(found.env.processes) == expected
-        assert found.reset(0).observation.shape[0] == envs
+        assert found.reset().features["vector"].shape[0] == envs
         found.close()
         assert not any(process.is_alive() for process in found.env.processes)
 
@@ -144,9 +144,9 @@ class Dies(Third):
 )
 def test_an_error_names_the_environment_within_its_process(make, error, words):
     made = Vector(make, 4, "async", num_workers=1)
-    made.reset(0)
+    made.reset()
     with pytest.raises(error, match=words):
-        made.step(np.zeros(4, np.int64))
+        made.step(torch.zeros(4, 1, dtype=torch.int64))
     assert not any(process.is_alive() for process in made.env.processes)
 
 
@@ -164,11 +164,11 @@ def test_settings_can_be_pickled():
 
 def test_an_agent_says_what_it_is(tmp_path):
     agent = PPO("CartPole-v1", num_envs=2, memory="gru", **SMALL).learn(24)
-    assert repr(agent) == (
-        "PPO(CartPole-v1 x 2, Box(4,) -> Discrete(2), memory='gru', width=8, "
-        "env_steps=24)"
-    )
+    rest = "memory='gru', width=8, env_steps=24"
+    assert repr(agent) == f"PPO(CartPole-v1 x 2, vector [4] -> action, {rest})"
     agent.save(tmp_path / "agent")
-    assert repr(PPO.load(tmp_path / "agent")).startswith("PPO(no environment, Box(4,)")
+    assert repr(PPO.load(tmp_path / "agent")).startswith(
+        "PPO(no environment, vector [4] ->"
+    )
     several = repr(PPO(Nested, num_envs=2, **SMALL))
-    assert "Dict(seen: Box(4,), time: Discrete(2)) -> Tuple(Discrete(3)" in several
+    assert "Nested x 2, vector [6] -> 0, 1.0, 1.1, memory='none'" in several

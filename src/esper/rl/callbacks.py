@@ -145,23 +145,19 @@ class VideoCallback(Callback):
         self._make: Any = source
         if isinstance(source, str):
             self._make = partial(gymnasium.make, source, render_mode="rgb_array")
-        advice = "VideoCallback(env=...) needs an id, or a function that makes it"
-        if not callable(self._make):
-            raise InvalidInputError(f"a VectorEnv cannot be recorded. {advice}.")
         try:
             env = self._make()
+            if env.render_mode != "rgb_array":
+                raise ValueError(f"its render_mode is {env.render_mode!r}")
             env.reset(seed=0)
-            shown = env.render() if env.render_mode == "rgb_array" else None
+            env.render()
             env.close()
         except Exception as error:  # such as pygame, which is missing
-            what = f"no video can be recorded: {described(error)}"
-            raise InvalidInputError(one_line(what)) from error
-        if not isinstance(shown, np.ndarray):
-            mode = f"its render_mode is {env.render_mode!r}"
+            what = one_line(f"no video can be recorded: {described(error)}").rstrip(".")
+            advice = "with render_mode='rgb_array' to VideoCallback(env=...)"
             raise InvalidInputError(
-                f"the environment shows no images, {mode}. {advice} with "
-                "render_mode='rgb_array'."
-            )
+                f"{what}. Give an id, or a function that makes an environment {advice}."
+            ) from error
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Record an episode if it is time."""

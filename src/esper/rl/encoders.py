@@ -24,15 +24,14 @@ from esper.contracts.messages import described, one_line
 from esper.rl.spaces import SpaceSpec
 
 Encoder = nn.Module | Callable[[Space[Any]], nn.Module]
-Layer = tuple[int, int, int, int]
-"""Channels, kernel, stride and padding."""
 SMALL_SIDE: Final = 16
 LARGE_SIDE: Final = 64
 MIN_LARGE_SIDE: Final = 36
 """Shortest side that the layers for large images leave something of."""
-SMALL: Final[tuple[Layer, ...]] = ((16, 3, 1, 1), (32, 3, 2, 1))
-MEDIUM: Final[tuple[Layer, ...]] = ((32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1))
-LARGE: Final[tuple[Layer, ...]] = ((32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0))
+# Channels, kernel, stride and padding.
+SMALL: Final = ((16, 3, 1, 1), (32, 3, 2, 1))
+MEDIUM: Final = ((32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1))
+LARGE: Final = ((32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0))
 ROWS: Final = 3
 """Batch size of the trial of an encoder."""
 
@@ -40,7 +39,7 @@ ROWS: Final = 3
 def image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:
     """Convolutions for images of a shape, channels first, and one linear layer."""
     channels, *sides = shape
-    layers = MEDIUM
+    layers: tuple[tuple[int, int, int, int], ...] = MEDIUM
     if max(sides) <= SMALL_SIDE:
         layers = SMALL
     elif max(sides) >= LARGE_SIDE and min(sides) >= MIN_LARGE_SIDE:
@@ -64,15 +63,30 @@ def own_encoder(given: Encoder, spec: SpaceSpec) -> tuple[nn.Module, int]:
         given: A module, which is copied, or a function that makes one for a space.
         spec: Spaces of the environment.
     """
+    chance, leaves = torch.Generator().manual_seed(0), spec.observation
     with torch.device("cpu"):  # also where the rest is made without memory
+        rows = {
+            name: torch.rand(ROWS, *leaf.shape, generator=chance)
+            for name, leaf in leaves.items()
+        }
         try:
             is_module = isinstance(given, nn.Module)
             module: Any = deepcopy(given) if is_module else given(spec.encoder_space)
             if not isinstance(module, nn.Module):
                 raise TypeError(f"it makes a {type(module).__name__}, not an nn.Module")
             module = module.to("cpu")
-            _require_rows_alone(module)
-            found, alone = _tried(module, spec)
+            for part in module.modules():
+                is_random = isinstance(part, _DropoutNd) and part.p
+                if part.training and (is_random or isinstance(part, _BatchNorm)):
+                    raise _refusal(
+                        f"has a {type(part).__name__} in training mode, which depends "
+                        "on chance or other rows. Call its eval(), or use LayerNorm"
+                    )
+            with torch.no_grad():
+                trials = (
+                    {n: x[:count] for n, x in rows.items()} for count in (ROWS, 1)
+                )
+                found, alone = (module(spec.encoder_input(trial)) for trial in trials)
         except InvalidInputError:
             raise
         except Exception as error:
@@ -87,32 +101,6 @@ def own_encoder(given: Encoder, spec: SpaceSpec) -> tuple[nn.Module, int]:
     if not torch.allclose(found[:1], alone, rtol=1e-3, atol=1e-4):
         raise _refusal("must give a row the same result alone and in a batch")
     return module, found.shape[1]
-
-
-@torch.no_grad()
-def _tried(module: nn.Module, spec: SpaceSpec) -> tuple[Any, Any]:
-    """What a module returns for some rows, and for the first of them alone."""
-    chance = torch.Generator().manual_seed(0)
-    rows = {
-        name: torch.rand(ROWS, *leaf.shape, generator=chance)
-        for name, leaf in spec.observation.items()
-    }
-    found = module(spec.encoder_input(rows))
-    one = {name: part[:1] for name, part in rows.items()}
-    return found, module(spec.encoder_input(one))
-
-
-def _require_rows_alone(module: nn.Module) -> None:
-    """Refuse layers that mix the rows of a batch or depend on chance."""
-    for name, part in module.named_modules():
-        if part.training and (
-            isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p)
-        ):
-            what = f"{type(part).__name__} {name!r}".removesuffix(" ''")
-            raise _refusal(
-                f"has a {what} in training mode, whose output depends on other rows or "
-                "on chance. Call its eval(), or use LayerNorm"
-            )
 
 
 def _refusal(what: str) -> InvalidInputError:

@@ -24,34 +24,20 @@ DTYPES: Final = frozenset(
 """Dtypes that a space in a file may have."""
 
 
-def is_text(space: Space[Any]) -> bool:
-    """Whether a space holds text; MiniGrid's MissionSpace is not a `Text`."""
-    return space.dtype is not None and np.dtype(space.dtype).kind in "US"
-
-
 def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[str]]:
     """A space without the texts of its Dicts, and the names of these texts."""
     if not isinstance(space, spaces.Dict):
         return space, []
     kept, dropped = [], []
     for name, inner in space.spaces.items():
-        if is_text(inner):
+        # MiniGrid's MissionSpace holds text and is not a `Text`.
+        if inner.dtype is not None and np.dtype(inner.dtype).kind in "US":
             dropped.append(f"{path}{name}")
             continue
         part, more = without_text(inner, f"{path}{name}.")
         kept.append((name, part))
         dropped += more
     return (spaces.Dict(kept) if dropped else space), dropped
-
-
-def short_space(space: Space[Any]) -> str:
-    """A space as short text, without bounds."""
-    if isinstance(space, spaces.Dict):
-        parts = (f"{name}: {short_space(part)}" for name, part in space.items())
-        return f"Dict({', '.join(parts)})"
-    if isinstance(space, spaces.Tuple):
-        return f"Tuple({', '.join(map(short_space, space))})"
-    return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)
 
 
 def space_data(space: Space[Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from esper.files import (
     storage,
 )
 from esper.rl.encoders import Encoder
-from esper.rl.nested import batch_of_one, first_of, short_space
+from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
 from esper.rl.settings import (
@@ -65,8 +65,7 @@ from esper.rl.settings import (
     plain,
 )
 from esper.rl.spaces import SpaceSpec, flags, parts_of
-from esper.rl.vector import MaskSource, Source, Vector, Vectorization
-from esper.rl.world import GymSeen, GymWorld
+from esper.rl.vector import MaskSource, Source, Vector, Vectorization, View
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
 from esper.runs.settings import as_flat
@@ -283,9 +282,9 @@ class PPO(Stateful):
         config = replace(settings, minibatches=min(settings.minibatches, envs))
         self.agent = PPOAgent(self.policy, buffer, config, rng_seed=order)
         self.observations = ObservationReader(spec, normalize=settings.normalize)
-        self.world: GymWorld | None = None
+        self.world = vector
         if vector is not None:
-            self.world = GymWorld(vector, self.observations, learn=True)
+            vector.reader, vector.learns = self.observations, True
         self.generator = stream(settings.seed, "choices")
         self.rollout_steps = settings.rollout_steps
         self.env_steps = 0
@@ -302,13 +301,13 @@ class PPO(Stateful):
     def __repr__(self) -> str:
         where = "no environment"
         if self.world is not None:
-            where = f"{self.world.vector.name} x {self.settings.num_envs}"
-        seen, acted = map(
-            short_space, (self.spec.observation_space, self.spec.action_space)
-        )
+            where = f"{self.world.name} x {self.settings.num_envs}"
+        leaves = self.spec.observation.items()
+        seen = ", ".join(f"{name} {[*leaf.shape]}" for name, leaf in leaves)
+        heads = one_line(", ".join(self.spec.head_names), 80)
         memory, width = self.settings.memory, self.settings.width
-        what = f"{seen} -> {acted}, {memory=}, {width=}, env_steps={self.env_steps}"
-        return f"{type(self).__name__}({where}, {what})"
+        rest = f"{memory=}, {width=}, env_steps={self.env_steps}"
+        return f"{type(self).__name__}({where}, {seen} -> {heads}, {rest})"
 
     def learn(
         self,
@@ -348,7 +347,7 @@ class PPO(Stateful):
         world, settings = self._world(), self.settings
         callbacks = callbacks_of(callback)
         if progress:
-            callbacks.append(ProgressBar(world.vector.name))
+            callbacks.append(ProgressBar(world.name))
         callbacks += log_callbacks(self, logger)
         if reset_num_timesteps:
             self.env_steps, self.progress = 0, 0.0
@@ -427,7 +426,7 @@ class PPO(Stateful):
 
     @torch.inference_mode()
     def _decide(
-        self, generator: Generator | None, seen: GymSeen, memory: Tensor | None
+        self, generator: Generator | None, seen: View, memory: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Actions on the CPU, and memory after them; greedily without a generator."""
         envs = len(seen.episode_start)
@@ -492,7 +491,7 @@ class PPO(Stateful):
                     "state holds NaN or infinity; give None to start again."
                 )
         features = self.observations.read(observation, np.ones(envs, bool))
-        seen = GymSeen(features, rows, torch.from_numpy(first), None)
+        seen = View(features, rows, torch.from_numpy(first))
         generator = None if deterministic else self.generator
         actions, memory = self._decide(generator, seen, memory)
         actions = spec.to_env(actions)
@@ -532,13 +531,31 @@ class PPO(Stateful):
             vectorization="sync" if kind == "async" else kind,
         )
         vector = self._vector(source, settings, self.spec.head_relevance)
+        vector.reader, vector.seed = self.observations, seed
+        envs = vector.num_envs
+        quota = torch.tensor([(episodes + index) // envs for index in range(envs)])
+        generator = None if deterministic else stream(seed, "evaluation")
+
+        def decide(seen: View, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+            if memory is None:
+                self._require_masks(seen.masks)
+                if env is None:
+                    self.masked |= seen.masks is not None
+            return self._decide(generator, seen, memory)
+
         try:
             self._require_spaces(vector)
             if source is self._source and vector.is_given:
                 self._rollout = None
-            return self._evaluate(vector, episodes, env, deterministic, seed, max_steps)
+            found = play(vector, decide, quota, max_steps=max_steps)
+        except InvalidStateError:
+            raise InvalidInputError(
+                f"some episode did not end within {max_steps} steps; set a time limit: "
+                "gymnasium.make(..., max_episode_steps=1000)."
+            ) from None
         finally:
             vector.release()
+        return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
 
     def evaluation_source(self) -> Source:
         """What makes environments like those it learns in."""
@@ -554,36 +571,6 @@ class PPO(Stateful):
                 "the environment of the agent cannot be copied; give evaluate(env=...)."
             )
         return partial(gymnasium.make, spec)
-
-    def _evaluate(
-        self,
-        vector: Vector,
-        episodes: int,
-        env: Source | None,
-        deterministic: bool,
-        seed: int,
-        max_steps: int,
-    ) -> EpisodeReturns:
-        envs = vector.num_envs
-        quota = torch.tensor([(episodes + index) // envs for index in range(envs)])
-        generator = None if deterministic else stream(seed, "evaluation")
-
-        def decide(seen: GymSeen, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-            if memory is None:
-                self._require_masks(seen.masks)
-                if env is None:
-                    self.masked |= seen.masks is not None
-            return self._decide(generator, seen, memory)
-
-        world = GymWorld(vector, self.observations, seed)
-        try:
-            found = play(world, decide, quota, max_steps=max_steps)
-        except InvalidStateError:
-            raise InvalidInputError(
-                f"some episode did not end within {max_steps} steps; set a time limit: "
-                "gymnasium.make(..., max_episode_steps=1000)."
-            ) from None
-        return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
@@ -670,9 +657,9 @@ class PPO(Stateful):
     def close(self) -> None:
         """End the environments' processes, if they have any."""
         if self.world is not None:
-            self.world.vector.close()
+            self.world.close()
 
-    def _world(self) -> GymWorld:
+    def _world(self) -> Vector:
         if self.world is None:
             raise InvalidStateError(
                 "there is no environment to learn in; PPO.load(env=...)."

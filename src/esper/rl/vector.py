@@ -23,10 +23,11 @@ from itertools import chain, pairwise
 from multiprocessing import Pipe, Process, RawValue
 from multiprocessing import TimeoutError as WaitTimeout
 from threading import Thread
-from typing import Any, Final, Literal, TypeVar, cast, get_args
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast, get_args
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import Env, Space, spaces
 from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
@@ -37,7 +38,7 @@ from gymnasium.vector.utils import (
     create_empty_array,
     iterate,
 )
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -49,16 +50,16 @@ from esper.contracts.errors import (
     WorkersError,
 )
 from esper.contracts.messages import described, one_line
+from esper.contracts.world import EpisodeReport
 from esper.rl.nested import Path, from_parts, value_at
+from esper.rl.observations import ObservationReader
 from esper.rl.spaces import MASK, SpaceSpec, require_sizes
 from esper.workers.deadline import TIMEOUT, late, timed
 from esper.workers.jobs import available_cores
 
 T = TypeVar("T")
 Array = NDArray[Any]
-Given = Env[Any, Any] | VectorEnv[Any, Any, Any]
-"""Environments that the caller made and may use again."""
-Source = str | Callable[[], Env[Any, Any]] | Given
+Source = str | Callable[[], Env[Any, Any]] | Env[Any, Any] | VectorEnv[Any, Any, Any]
 Vectorization = Literal["sync", "async", "native"]
 MaskSource = Literal["auto", "observation", "info", "method"]
 MASK_METHOD: Final = "action_masks"
@@ -68,30 +69,27 @@ UNUSABLE: Final = "returned an unusable value"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Observations and masks of all environments before a step."""
+    """What the policy sees of all environments before a step."""
 
-    observation: Any
-    """An element of the batched observation space."""
+    features: dict[str, Tensor]
     masks: Bool[Tensor, "env *op head choice"] | None
     """Legal choices, as `SpaceSpec.head_masks` returns them; None: all."""
-    episode_start: Array
-    """Whether the observation is the first of an episode."""
-    acts: Array
-    """Whether the next action counts: False where an environment is about to reset."""
-    where: str = ""
-    """Name and step of the environments, for errors."""
+    episode_start: Bool[Tensor, " env"]
+    acts: Bool[Tensor, " env"] | None = None
+    """Whether the next action counts: not before a reset. None: all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorStep:
     """Result of one step of all environments."""
 
-    view: View
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    final: Any
+    observation: View
+    reward: Float[Tensor, " env"]
+    terminated: Bool[Tensor, " env"]
+    truncated: Bool[Tensor, " env"]
+    final: View | None
     """Final observations, if an episode was truncated; else None."""
+    report: ClassVar[EpisodeReport | None] = None
 
 
 class SyncEnvs(SyncVectorEnv):
@@ -126,57 +124,63 @@ class SyncEnvs(SyncVectorEnv):
             found.append(method())
         return found
 
-    def reset(self, seed: Any = None, options: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
-        """Start an episode in every environment."""
+    def reset_rows(self, seed: int | None) -> list[tuple[Any, ...]]:
+        """The start of an episode in each environment, in the form of a step."""
         resets, found = [env.reset for env in self.envs], []
         for self.at.value, reset in enumerate(resets):
-            own = None if seed is None else seed + self.at.value
-            found.append(reset(seed=own, options=options))
-        shown, infos = map(list, zip(*found, strict=True))
-        return _batch(self.single_observation_space, shown), self._info(infos)
+            shown, info = reset(seed=None if seed is None else seed + self.at.value)
+            mask = [info[MASK]] if MASK in info else []
+            found.append((shown, 0.0, False, False, mask, None))
+        return found
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        """Step all environments and reset those whose episode ended."""
-        space, found = self.single_observation_space, []
-        each = zip(self.envs, iterate(self.action_space, actions), strict=True)
+    def step_rows(self, actions: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Step each environment and reset it if its episode ended.
+
+        Rows end with a list of a mask, or of none, and the final observation or None.
+        """
+        each, found = zip(self.envs, actions, strict=True), []
         for self.at.value, (env, action) in enumerate(each):
-            found.append(env.step(action))
-        shown, paid, *ends, infos = map(list, zip(*found, strict=True))
-        terminated, truncated = np.array(ends, bool)
-        rewards, finals = self._numbers(paid), {}
-        for at in np.flatnonzero(terminated | truncated).tolist():
-            finals[at] = deepcopy(shown[at])  # a reset may write over it
-            self.at.value = at
-            shown[at], infos[at] = self.envs[at].reset()
-        info = self._info(infos)
-        if finals:
-            info["final_obs"] = [finals.get(at) for at in range(self.num_envs)]
-        return _batch(space, shown), rewards, terminated, truncated, info
+            shown, reward, terminated, truncated, info = env.step(action)
+            final = None
+            if terminated or truncated:
+                final = deepcopy(shown)  # a reset may write over it
+                shown, info = env.reset()
+            mask = [info[MASK]] if MASK in info else []
+            found.append((shown, reward, terminated, truncated, mask, final))
+        return found
 
-    def _info(self, infos: list[Any]) -> dict[str, Any]:
-        there = [MASK in each for each in infos]
-        if not any(there):
-            return {}
-        masks = [each.get(MASK) for each in infos]
-        return {MASK: masks, f"_{MASK}": np.array(there)}
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
+        """Start an episode in every environment."""
+        shown, *_, info = _joined_rows(self, self.reset_rows(seed))
+        return shown, info
 
-    def _numbers(self, rewards: list[Any]) -> Array:
-        """Rewards as an array; a reward may be an array with one element."""
-        with suppress(ValueError, TypeError):  # the loop below finds which one
-            numbers = np.array(rewards, np.float64)
-            if numbers.ndim == 1:
-                return numbers
-        numbers = np.empty(self.num_envs)
-        for at, reward in enumerate(rewards):
-            self.at.value, found = at, np.asarray(reward, np.float64)
-            if found.size != 1:
-                raise ValueError(f"the reward has the shape {found.shape}")
-            numbers[at] = found.item()
-        return numbers
+    def step(self, actions: Any) -> Any:  # noqa: ANN401
+        """Step all environments and reset those whose episode ended."""
+        given = [*iterate(self.action_space, actions)]
+        return _joined_rows(self, self.step_rows(given))
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Close every environment; errors become one warning."""
         close_all([env.close for env in getattr(self, "envs", ())], self._seconds)
+
+
+def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:  # noqa: ANN401
+    """The results of all environments as those of a vector environment."""
+    shown, paid, *ends, masks, finals = map(list, zip(*rows, strict=True))
+    rewards = np.empty(len(paid))
+    for at, reward in enumerate(paid):
+        envs.at.value = at
+        if np.size(reward) != 1:  # it may be an array with one element
+            raise ValueError(f"the reward has the shape {np.shape(reward)}")
+        rewards[at : at + 1] = reward
+    info: dict[str, Any] = {}
+    if any(map(len, masks)):
+        info[MASK] = [mask[0] if mask else None for mask in masks]
+        info[f"_{MASK}"] = np.array([*map(bool, masks)])
+    if any(final is not None for final in finals):
+        info["final_obs"] = finals
+    observation = _batch(envs.single_observation_space, shown)
+    return observation, rewards, *np.array(ends, bool), info
 
 
 def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
@@ -238,32 +242,28 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
         """Start an episode in every environment."""
         starts = [share.start for share in self._shares]
         seeds = [(None if seed is None else seed + start,) for start in starts]
-        return self._joined(self._request("reset", seeds))
+        shown, *_, info = _joined_rows(self, self._request("reset_rows", seeds))
+        return shown, info
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
         """Step all environments and reset those whose episode ended."""
-        space = self.single_action_space
-
-        def rows(own: slice) -> Any:  # noqa: ANN401
-            return from_parts(space, lambda path: value_at(actions, path)[own])
-
-        return self._joined(
-            self._request("step", [(rows(own),) for own in self._shares])
-        )
+        rows = [*iterate(self.action_space, actions)]
+        given = [(rows[share],) for share in self._shares]
+        return _joined_rows(self, self._request("step_rows", given))
 
     def masks(self) -> list[Any]:
         """What the method for masks of every environment returns."""
-        return [*chain(*self._request("masks", [()] * len(self._pipes)))]
+        return self._request("masks", [()] * len(self._pipes))
 
     def _request(self, name: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of `SyncEnvs` in every process."""
+        """The results of a method of `SyncEnvs` in all processes, after each other."""
         if self._pending:  # the last call was interrupted
             self._answers()
         self._pending = {*range(len(self._pipes))}
         for pipe, arguments in zip(self._pipes, given, strict=True):
             with suppress(OSError):  # of a process that died; its answer says so
                 pipe.send((name, arguments))
-        return self._answers()
+        return [*chain(*self._answers())]
 
     def _answers(self) -> list[Any]:
         """The answers of all processes; raises the first error."""
@@ -282,25 +282,6 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
                 raise
             self._pending.remove(worker)
         return found
-
-    def _joined(self, answers: list[Any]) -> tuple[Any, ...]:
-        """Results of all processes after each other."""
-        shown, *rest, infos = zip(*answers, strict=True)
-        info: dict[str, Any] = {}
-        for name in {name for each in infos for name in each}:
-            rows = [
-                each.get(name, [None] * (share.stop - share.start))
-                for each, share in zip(infos, self._shares, strict=True)
-            ]
-            info[name] = [*chain(*rows)]
-
-        def joined(path: Path) -> Any:  # noqa: ANN401
-            parts = [value_at(part, path) for part in shown]
-            is_text = isinstance(parts[0], tuple)
-            return tuple(chain(*parts)) if is_text else np.concatenate(parts)
-
-        observation = from_parts(self.single_observation_space, joined)
-        return observation, *map(np.concatenate, rest), info
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Ask the processes to exit, and kill those that do not."""
@@ -363,11 +344,18 @@ def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
 
 
 class Vector:
-    """All environments, stepped together; the parameters are those of `PPO`.
+    """All environments, stepped together, as a `World` for rollouts.
+
+    The parameters are those of `PPO`. `seed` is that of the next reset. `reader` reads
+    observations; with `learns`, it updates its statistics.
 
     A vector environment keeps its own `num_envs` and autoreset mode. Environments in
     this process are interrupted after `env_timeout` only in the commands of Esper.
     """
+
+    group_size = 1
+    seed: int | None = None
+    learns = False
 
     def __init__(
         self,
@@ -429,46 +417,54 @@ class Vector:
         self._finds_masks = masks == "auto"
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
+        self.reader = ObservationReader(self.spec, normalize=False)
 
-    def reset(self, seed: int | None) -> View:
+    def reset(self) -> View:
         """Start an episode in every environment."""
-        return self._guarded("reset", partial(self._reset, seed), UNUSABLE)
+        return self._guarded("reset", self._reset, UNUSABLE)
 
-    def step(self, actions: Any) -> VectorStep:  # noqa: ANN401
+    def step(self, actions: Shaped[Tensor, "env head"]) -> VectorStep:
         """Step every environment."""
         return self._guarded("step", partial(self._step, actions), UNUSABLE)
 
-    def _reset(self, seed: int | None) -> View:
+    def _reset(self) -> View:
         if isinstance(self._base, AsyncVectorEnv):
             with suppress(NoAsyncCallError):  # unless a step was interrupted
                 self._guarded("step", partial(self._base.step_wait, self._seconds))
-        observation, info = self._call("reset", seed=seed)
+        observation, info = self._call("reset", seed=self.seed)
         if self._masks == "auto":
             self._masks = self._guarded("reset", partial(self._mask_source, info))
         self._ended = np.zeros(self.num_envs, bool)
         return self._view(observation, info, ~self._ended, ~self._ended)
 
-    def _step(self, actions: Any) -> VectorStep:  # noqa: ANN401
-        observation, rewards, terminated, truncated, info = self._call("step", actions)
+    def _step(self, actions: Tensor) -> VectorStep:
+        given = self.spec.to_env(actions)
+        observation, rewards, terminated, truncated, info = self._call("step", given)
         self.steps += 1
         terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
-        ended, before, final = terminated | truncated, self._ended, None
-        had_future = (truncated & ~terminated).any()
-        everyone = np.ones(self.num_envs, bool)
+        ended, acted, final = terminated | truncated, ~self._ended, None
+        had_future = (truncated & ~terminated & acted).any()
+        fresh, acts = ended, np.ones(self.num_envs, bool)
         if self.mode is AutoresetMode.NEXT_STEP:
-            self._ended = ended
+            self._ended, fresh, acts = ended, ~acted, ~ended
             final = observation if had_future else None
-            view = self._view(observation, info, before, ~ended)
         elif self.mode is AutoresetMode.DISABLED and ended.any():
             final = deepcopy(observation) if had_future else None
-            observation, fresh = self._call("reset", options={"reset_mask": ended})
-            view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
-        else:
-            if had_future:
-                final = self._final(observation, info, ended)
-            view = self._view(observation, info, ended, everyone)
-        numbers = self._rewards(rewards, ~before)
-        return VectorStep(view, numbers, terminated, truncated, final)
+            observation, new = self._call("reset", options={"reset_mask": ended})
+            info = _joined(info, new, ended)
+        elif had_future:
+            final = self._final(observation, info, ended)
+        reward, last = self._rewards(rewards, acted), None
+        if final is not None:
+            features = self.reader.read(final, acted, self._where)
+            last = View(features, None, torch.from_numpy(fresh))
+        return VectorStep(
+            self._view(observation, info, fresh, acts),
+            torch.from_numpy(reward),
+            torch.from_numpy(terminated),
+            torch.from_numpy(truncated),
+            last,
+        )
 
     def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
         """Rewards `[env]`; raises for NaN and infinity where an action counted."""
@@ -548,19 +544,27 @@ class Vector:
         acts: Array,
     ) -> View:
         """Observations with their masks; all is legal where actions are ignored."""
-        where, masks = f"{self.name} at step {self.steps}", None
+        masks = None
         if self._masks is not None:
             found = self._query_masks(observation, info, acts)
             try:
                 masks = self.spec.head_masks(found, self.num_envs, acts)
             except InvalidInputError as error:
+                where = f"{self.name} at step {self.steps}"
                 raise type(error)(f"{where}: {error}") from None
         elif self._finds_masks and MASK in info and not self.spec.is_continuous:
             raise InvalidInputError(
                 f"{self.name} gave info['{MASK}'] at step {self.steps}, but none at "
                 "reset. Return one from every reset and step."
             )
-        return View(observation, masks, episode_start, acts, f" of {where}")
+        features = self.reader.read(observation, acts, self._where, learn=self.learns)
+        all_act = None if acts.all() else torch.from_numpy(acts)
+        return View(features, masks, torch.from_numpy(episode_start), all_act)
+
+    @property
+    def _where(self) -> str:
+        """Name and step of the environments, for errors."""
+        return f" of {self.name} at step {self.steps}"
 
     def _query_masks(
         self,
