@@ -4,9 +4,8 @@
     side up to 63    3x3 convolutions with stride 2, until no side is longer than 8
     larger           8x8/4, 4x4/2, 3x3/1 (Mnih et al. 2015): 84 x 84 becomes 64 x 7 x 7
 
-An encoder of your own must treat every row of a batch by itself and always in the same
-way. The learner compares what an action was likely when it was drawn and is now, from
-other batches.
+An encoder of your own must treat every row by itself and always in the same way, since
+updates encode it again in other batches.
 """
 
 from collections.abc import Callable

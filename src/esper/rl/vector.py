@@ -215,6 +215,7 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
         self, make: Callable[[], Any], num_envs: int, workers: int, seconds: float
     ) -> None:
         self.seconds, self.num_envs, self.at = seconds, num_envs, c_int()
+        self._pid = os.getpid()
         bounds = np.linspace(0, num_envs, min(workers, num_envs) + 1).astype(int)
         self._shares = [slice(*pair) for pair in pairwise(bounds.tolist())]
         self._places = [RawValue("i") for _ in self._shares]
@@ -222,8 +223,7 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
         self._pipes: list[Any] = []
         for share, place in zip(self._shares, self._places, strict=True):
             here, there = Pipe()
-            count = share.stop - share.start
-            given = (there, CloudpickleWrapper(make), count, seconds, place)
+            given = (there, CloudpickleWrapper(make), share, seconds, place)
             process = Process(target=_work, args=given, daemon=True)
             process.start()
             self.processes.append(process)
@@ -276,8 +276,7 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
                 if isinstance(found[-1], BaseException):
                     raise found[-1]
             except Exception:
-                place = self._shares[worker].start + self._places[worker].value
-                self.at.value = place
+                self.at.value = self._shares[worker].start + self._places[worker].value
                 self._kill()
                 raise
             self._pending.remove(worker)
@@ -301,11 +300,11 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
         self.closed = True
 
     def __del__(self) -> None:
-        if not self.closed:
+        if not self.closed and self._pid == os.getpid():  # not in a fork
             self._kill()
 
 
-def _work(pipe: Any, make: Any, count: int, seconds: float, at: Any) -> None:  # noqa: ANN401
+def _work(pipe: Any, make: Any, share: slice, seconds: float, at: Any) -> None:  # noqa: ANN401
     """Make some environments, then do what the pipe asks for until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what it means
     Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -315,7 +314,8 @@ def _work(pipe: Any, make: Any, count: int, seconds: float, at: Any) -> None:  #
         while name != "close":
             try:
                 if name == "start":
-                    envs = SyncEnvs([make.fn] * count, seconds, at)
+                    makers = [make.fn] * (share.stop - share.start)
+                    envs = SyncEnvs(makers, seconds, at)
                     seen = envs.single_observation_space
                     facts = (seen, envs.single_action_space, envs.metadata)
                     pipe.send(CloudpickleWrapper((*facts, envs.has_masks)))  # type: ignore[arg-type]
