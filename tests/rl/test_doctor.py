@@ -247,7 +247,7 @@ BROKEN = {
     "counts in the class": (Counts, "and the class attribute Counts.st"),
     "a generator in the class": (
         OneStream,
-        "the class attribute OneStream.chance changed",
+        "the class attribute OneStream.chance",
     ),
     "seed and a count": (UnseededCounter, "two new environments differ from the same"),
     "both flags": (Both, "terminated and truncated were both True at all"),
