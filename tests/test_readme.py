@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
 from torch import nn
 
@@ -51,6 +53,44 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     assert type(lightning["grown"]) is type(lightning["module"])
     assert lightning["grown"].net[0].out_features > 4
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
+
+
+class MaskedCart(gymnasium.Wrapper):
+    """CartPole in which pushing right is illegal far to the right."""
+
+    def __init__(self, env=None):
+        super().__init__(env or gymnasium.make("CartPole-v1"))
+
+    def action_masks(self):
+        return np.array([True, self.unwrapped.state[0] < 1.0])
+
+
+@pytest.mark.filterwarnings("ignore")  # of Stable-Baselines3
+@pytest.mark.parametrize("library", ["MaskablePPO", "RecurrentPPO"])
+def test_both_sides_of_a_migration_run_as_they_stand(library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = examples("docs/ppo.md")
+    at = next(i for i, text in enumerate(page) if f"import {library}" in text)
+    for text in page[at : at + 2]:
+        assert text.count("learn(100_000)") == 1
+        env = gymnasium.make("CartPole-v1")
+        env = MaskedCart(env) if library == "MaskablePPO" else env
+        known = {"make_env": MaskedCart, "env": env, "obs": env.reset(seed=0)[0]}
+        known["mask"] = np.array([True, False])
+        names = run(text.replace("100_000", "128"), known)  # one rollout
+        assert env.action_space.contains(int(names["action"]))
+        if library == "MaskablePPO":
+            assert int(names["action"]) == 0
+        else:
+            assert names["state"] is not None
+    assert type(names["model"]).__module__.startswith("esper")
+    assert names["model"].settings.rollout_steps == 128
+
+
+def test_the_encoder_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (text,) = [text for text in examples("docs/ppo.md") if "def encoder" in text]
+    assert run(text)["agent"].env_steps >= 2_000
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):

@@ -1,12 +1,21 @@
 """Callbacks of `learn`: they see what is learnt and change nothing of it."""
 
+import sys
+
 import gymnasium
+import numpy as np
 import pytest
 import torch
 
 from esper import PPO
 from esper.contracts.errors import InvalidInputError
-from esper.rl.callbacks import CheckpointCallback, EvalCallback, OptunaPruning
+from esper.rl.callbacks import (
+    CheckpointCallback,
+    EvalCallback,
+    OptunaPruning,
+    VideoCallback,
+)
+from tests.rl.environments import Late
 
 SMALL = {"num_envs": 4, "rollout_steps": 16, "width": 8, "seed": 0}
 
@@ -77,3 +86,64 @@ def test_optuna_prunes_trials():
     both.optimize(objective, n_trials=1)
     reported = both.trials[0].intermediate_values
     assert reported[192] == found.history[0][1].mean
+
+
+class Film(Late):
+    """Shows its time as brightness."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
+    horizon = 6
+
+    def __init__(self, render_mode="rgb_array"):
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.full((32, 48, 3), 40 * self.time, np.uint8)
+
+
+def frames(file):
+    reader = pytest.importorskip("imageio").get_reader(file, format="ffmpeg")
+    with reader:
+        return [frame.mean() for frame in reader]
+
+
+@pytest.mark.filterwarnings("ignore")  # of moviepy and imageio
+def test_videos_show_one_episode_and_change_nothing_that_is_learnt(tmp_path):
+    pytest.importorskip("moviepy")
+    agents = []
+    for callback in (None, VideoCallback(tmp_path / "films", every=2)):
+        agent = PPO(Film, memory="gru", **SMALL)
+        agents.append(agent.learn(4 * 16 * 5, callback=callback))
+    assert torch.equal(*map(weights, agents))
+    films = tmp_path / "films"
+    names = ["steps-128.mp4", "steps-256.mp4", "steps-320.mp4"]
+    assert sorted(p.name for p in films.iterdir()) == names
+    shown = frames(films / names[0])
+    assert np.abs(np.array(shown) - 40 * np.arange(7)).max() < 8
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "words"),
+    [
+        (lambda: Film(None), None, "ValueError: its render_mode is None. Give an id"),
+        (Film(), None, "the environment of the agent cannot be copied"),
+        (
+            gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync"),
+            None,
+            "recorded: TypeError: 'SyncVectorEnv' object is not callable. Give an id",
+        ),
+        (Film, lambda: 1 / 0, "no video can be recorded: ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_at_the_start(env, given, words, tmp_path):
+    pytest.importorskip("moviepy")
+    agent = PPO(env, rollout_steps=4, width=8)
+    with pytest.raises(InvalidInputError, match=words):
+        agent.learn(8, callback=VideoCallback(tmp_path, env=given))
+    assert agent.rounds == 0
+
+
+def test_videos_name_the_package_that_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "moviepy", None)
+    with pytest.raises(InvalidInputError, match=r"need moviepy\. Run pip install"):
+        VideoCallback(tmp_path)

@@ -244,8 +244,11 @@ BROKEN = {
     "alias": (Alias, "step 0: the observation that was returned before changed"),
     "seed": (Unseeded, "two new environments differ from the same seed"),
     "leak": (Leaks, "differs from its repetition.*in reset"),
-    "counts in the class": (Counts, "others through the class attribute Counts.st"),
-    "a generator in the class": (OneStream, "the class attribute OneStream.chance"),
+    "counts in the class": (Counts, "and the class attribute Counts.st"),
+    "a generator in the class": (
+        OneStream,
+        "the class attribute OneStream.chance",
+    ),
     "seed and a count": (UnseededCounter, "two new environments differ from the same"),
     "both flags": (Both, "terminated and truncated were both True at all"),
     "additive mask": (

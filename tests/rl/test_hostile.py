@@ -102,8 +102,8 @@ def test_a_command_outlives_what_no_signal_can_interrupt(tmp_path, name, words):
 def test_a_process_of_an_environment_has_a_deadline(name, error, words, capfd):
     agent = PPO(made(name), num_envs=2, rollout_steps=4, width=8, vectorization="async")
     if error is WorkersError:
-        agent.world.vector._seconds = 0.5
-    processes = agent.world.vector.env.processes
+        agent.world._seconds = agent.world.env.seconds = 0.5
+    processes = agent.world.env.processes
     with pytest.raises(error, match=words):
         agent.learn(8)
     assert not any(process.is_alive() for process in processes)
@@ -136,6 +136,7 @@ def test_an_environment_that_cannot_be_made_in_its_process_is_one_line(hangs, ca
 
 PARENT = """
 import time
+import torch
 from esper.rl.vector import Vector
 from tests.hostile_envs import Tame
 
@@ -145,9 +146,9 @@ class Sleeps(Tame):
         return super().step(action)
 
 vector = Vector(Sleeps, 2, "async")
-vector.reset(0)
+vector.reset()
 print(*[process.pid for process in vector.env.processes], flush=True)
-vector.step([0, 1])
+vector.step(torch.tensor([[0], [1]]))
 """
 
 

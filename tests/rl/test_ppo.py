@@ -415,8 +415,12 @@ def test_a_space_comes_back_from_plain_data(space):
 def test_the_constructor_has_every_setting_with_its_default():
     arguments = inspect.signature(PPO).parameters
     usual = PPOSettings()
+    # None: the usual number, or that of the environments that are given.
+    assert arguments["num_envs"].default is None
     for item in fields(usual):
-        assert arguments[item.name].default == getattr(usual, item.name), item.name
+        if item.name != "num_envs":
+            default = arguments[item.name].default
+            assert default == getattr(usual, item.name), item.name
         assert f"\n        {item.name}: " in PPO.__doc__
 
 
@@ -555,8 +559,15 @@ def test_learning_goes_on_after_an_interruption_in_a_rollout():
 
 def test_a_step_that_was_interrupted_in_processes_is_waited_for():
     agent = PPO(chance("none"), vectorization="async", num_envs=2, **SMALL).learn(24)
-    vector = agent.world.vector.env
-    vector.step_async(vector.action_space.sample())
+    vector = agent.world.env
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vector, "_answers", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            vector.step(vector.action_space.sample())
     agent.forget_episodes()
     assert agent.learn(24).rounds == 2
     agent.close()
@@ -625,7 +636,7 @@ def test_an_agent_that_learnt_with_masks_does_not_play_without(tmp_path):
 def test_agents_without_masks_or_with_masks_in_what_they_see_need_none(tmp_path):
     for source in ("none", "observation"):
         agent = PPO(chance(source), num_envs=2, **SMALL).learn(24)
-        agent.predict(agent.world.vector.reset(0).observation)
+        agent.predict(agent.world.env.reset(seed=0)[0])
     older = tmp_path / "older.safetensors"
     agent = PPO(chance("info"), num_envs=2, **SMALL).learn(24)
     agent.save(older)

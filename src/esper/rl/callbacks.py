@@ -1,4 +1,4 @@
-"""Callbacks of `PPO.learn`: evaluation, early stops, saved agents, Optuna.
+"""Callbacks of `PPO.learn`: evaluation, early stops, saved agents, videos, Optuna.
 
     agent.learn(1e6, callback=[EvalCallback(every=10, keep_best="best.safetensors")])
 
@@ -6,14 +6,24 @@
 """
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import Env
 from gymnasium.vector import VectorEnv
+from gymnasium.wrappers import RecordVideo
 
 from esper.contracts.errors import InvalidInputError
+from esper.contracts.messages import described, one_line
+from esper.files import storage
 from esper.rl.ppo import PPO, EpisodeReturns
 from esper.rl.vector import Source
 from esper.runs.records import RoundRecord
@@ -58,7 +68,8 @@ class EvalCallback(Callback):
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Refuse environments that an evaluation would reset."""
-        if self._env is None and isinstance(loop.algorithm._source, VectorEnv):
+        source = loop.algorithm.evaluation_source() if self._env is None else None
+        if isinstance(source, VectorEnv):
             raise InvalidInputError(
                 "EvalCallback would reset the vector environment that the agent learns "
                 "in. Give it environments of its own: EvalCallback(env=...)."
@@ -69,13 +80,8 @@ class EvalCallback(Callback):
         if loop.round % self._every and not loop.over:
             return
         agent: PPO = loop.algorithm
-        streams = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        try:
+        with _kept_streams():
             found = agent.evaluate(self._episodes, env=self._env, **self._options)  # type: ignore[arg-type]
-        finally:
-            random.setstate(streams[0])
-            np.random.set_state(streams[1])  # noqa: NPY002
-            torch.set_rng_state(streams[2])
         self.history.append((record.env_steps, found))
         loop.call("on_metrics", loop, {EVALUATION: found.mean})
         self._since_best += 1
@@ -104,6 +110,70 @@ class CheckpointCallback(Callback):
         if not loop.round % self._every:
             name = self._path.replace("{steps}", str(record.env_steps))
             _save(loop.algorithm, loop, Path(name))
+
+
+class VideoCallback(Callback):
+    """Records an episode after every so many updates, as `steps-N.mp4`.
+
+    Needs `moviepy`, and environments with `render_mode="rgb_array"`.
+
+    Args:
+        folder: Folder of the videos.
+        every: Updates between two videos.
+        env: An id, or a function that makes an environment; None: as the agent's.
+        deterministic: Take the likeliest actions instead of sampling them.
+        seed: Seed of the environment, the same in each video.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every: int = 10,
+        *,
+        env: str | Callable[[], Env[Any, Any]] | None = None,
+        deterministic: bool = True,
+        seed: int = 1,
+    ) -> None:
+        self._folder, self._every, self._env = Path(folder), _count("every", every), env
+        self._options = {"deterministic": deterministic, "seed": seed}
+        if find_spec("moviepy") is None:
+            raise InvalidInputError("videos need moviepy. Run pip install moviepy.")
+
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
+        """Try what is needed, since the first video comes late."""
+        source = self._env or loop.algorithm.evaluation_source()
+        self._make: Any = source
+        if isinstance(source, str):
+            self._make = partial(gymnasium.make, source, render_mode="rgb_array")
+        try:
+            env = self._make()
+            if env.render_mode != "rgb_array":
+                raise ValueError(f"its render_mode is {env.render_mode!r}")
+            env.reset(seed=0)
+            env.render()
+            env.close()
+        except Exception as error:  # such as pygame, which is missing
+            what = one_line(f"no video can be recorded: {described(error)}").rstrip(".")
+            advice = "with render_mode='rgb_array' to VideoCallback(env=...)"
+            raise InvalidInputError(
+                f"{what}. Give an id, or a function that makes an environment {advice}."
+            ) from error
+
+    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
+        """Record an episode if it is time."""
+        if loop.round % self._every and not loop.over:
+            return
+        with storage(self._folder, "create"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=self._folder) as place, _kept_streams():
+
+            def make() -> Any:  # noqa: ANN401
+                new = str(Path(place, "new"))  # Gymnasium warns if it exists
+                return RecordVideo(self._make(), new, lambda episode: episode == 0)
+
+            loop.algorithm.evaluate(1, env=make, **self._options)
+            (video,) = Path(place).glob("new/*.mp4")
+            video.replace(self._folder / f"steps-{record.env_steps}.mp4")
 
 
 class OptunaPruning(Callback):
@@ -136,6 +206,18 @@ class OptunaPruning(Callback):
         self._trial.report(value, step)
         if self._trial.should_prune():
             raise optuna.TrialPruned(f"return {value:.4g} after {step:,} steps")
+
+
+@contextmanager
+def _kept_streams() -> Iterator[None]:
+    """Leave the random numbers of Python, NumPy and PyTorch as they were."""
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])  # noqa: NPY002
+        torch.set_rng_state(streams[2])
 
 
 def _save(agent: PPO, loop: TrainingLoop, file: Path) -> None:

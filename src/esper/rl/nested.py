@@ -24,18 +24,14 @@ DTYPES: Final = frozenset(
 """Dtypes that a space in a file may have."""
 
 
-def is_text(space: Space[Any]) -> bool:
-    """Whether a space holds text; MiniGrid's MissionSpace is not a `Text`."""
-    return space.dtype is not None and np.dtype(space.dtype).kind in "US"
-
-
 def without_text(space: Space[Any], path: str = "") -> tuple[Space[Any], list[str]]:
     """A space without the texts of its Dicts, and the names of these texts."""
     if not isinstance(space, spaces.Dict):
         return space, []
     kept, dropped = [], []
     for name, inner in space.spaces.items():
-        if is_text(inner):
+        # MiniGrid's MissionSpace holds text and is not a `Text`.
+        if inner.dtype is not None and np.dtype(inner.dtype).kind in "US":
             dropped.append(f"{path}{name}")
             continue
         part, more = without_text(inner, f"{path}{name}.")
@@ -128,14 +124,19 @@ def value_at(value: Any, path: Path) -> Any:  # noqa: ANN401
     return value
 
 
-def from_parts(space: Space[Any], part: Callable[[Path], Any], path: Path = ()) -> Any:  # noqa: ANN401
+def from_parts(
+    space: Space[Any],
+    part: Callable[[Path], Any],
+    path: Path = (),
+    kinds: tuple[Any, Any] = (dict, tuple),
+) -> Any:  # noqa: ANN401
     """A value of a nested space; `part` returns the value at each path."""
     if isinstance(space, spaces.Dict):
         inner = space.spaces.items()
-        return {name: from_parts(s, part, (*path, name)) for name, s in inner}
+        return kinds[0]([(n, from_parts(s, part, (*path, n), kinds)) for n, s in inner])
     if isinstance(space, spaces.Tuple):
         each = enumerate(space.spaces)
-        return tuple(from_parts(s, part, (*path, i)) for i, s in each)
+        return kinds[1]([from_parts(s, part, (*path, i), kinds) for i, s in each])
     return part(path)
 
 

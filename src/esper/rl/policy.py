@@ -1,6 +1,6 @@
 r"""A policy for any spaces: encoder, memory, heads and a value.
 
-    vector ──linear─┐
+    vector ──linear─┐       (or an encoder of the user, and a linear layer)
     images ──conv───┴─▶ tanh ──▶ memory ──▶ hidden ──▶ heads
                                     └─────▶ hidden ──▶ V(s)
 
@@ -18,7 +18,6 @@ preference, depend on the op's choice; they need neither.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +29,8 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
 from esper.contracts.devices import to_device
-from esper.kernels import kernel
+from esper.contracts.features import Leaf
+from esper.rl.encoders import Encoder, image_encoder, own_encoder
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
 from esper.simic.agent.distribution import (
@@ -45,8 +45,6 @@ Array = NDArray[Any]
 Features = dict[str, Tensor]
 INITIAL_LOG_DEVIATION: Final = 0.0
 """Log standard deviation of numbers before learning; [-1, 1] is the range of a Box."""
-CHANNELS: Final = (16, 32)
-"""Of the two layers that read images, each of which halves their sides."""
 NEAR: Final = 0.25
 """Share of an image's bound that its largest number must reach to use the bound."""
 
@@ -54,15 +52,26 @@ NEAR: Final = 0.25
 class Trunk(nn.Module):
     """Encoder, memory and a hidden layer: from features to what heads read."""
 
-    def __init__(self, spec: SpaceSpec, config: PPOSettings, outputs: int) -> None:
+    def __init__(
+        self,
+        spec: SpaceSpec,
+        config: PPOSettings,
+        outputs: int,
+        encoder: Encoder | None = None,
+    ) -> None:
         super().__init__()
         width, leaves = config.width, spec.observation
+        self._spec, self.encoder = spec, nn.ModuleList()
+        if encoder is not None:
+            module, columns = own_encoder(encoder, spec)
+            self.encoder.append(module)
+            leaves = {"vector": Leaf((columns,))}
         self.vector_in = None
         if "vector" in leaves:
             self.vector_in = nn.Linear(leaves["vector"].shape[0], width)
         self.image_in = nn.ModuleDict(
             {
-                name: _image_encoder(leaf.shape, width)
+                name: image_encoder(leaf.shape, width)
                 for name, leaf in leaves.items()
                 if name != "vector"
             }
@@ -81,6 +90,10 @@ class Trunk(nn.Module):
         Rows are environments x steps.
         """
         parts = []
+        for encoder in self.encoder:
+            leaves = self._spec.observation
+            rows = {n: x.reshape(-1, *leaves[n].shape) for n, x in features.items()}
+            features = {"vector": encoder(self._spec.encoder_input(rows))}
         if self.vector_in is not None:
             vector = features["vector"]
             parts.append(self.vector_in(vector.reshape(-1, vector.shape[-1])))
@@ -88,7 +101,7 @@ class Trunk(nn.Module):
             image = features[name]
             parts.append(encoder(image.reshape(-1, *image.shape[-3:])))
         core = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        core = tanh(core)
+        core = torch.tanh(core)
         core, state = self.memory(
             core.view(*episode_start.shape, -1), episode_start, state
         )
@@ -109,13 +122,18 @@ class SpacePolicy(nn.Module):
     _starts: Tensor
     _sees: Tensor
 
-    def __init__(self, spec: SpaceSpec, config: PPOSettings | None = None) -> None:
+    def __init__(
+        self,
+        spec: SpaceSpec,
+        config: PPOSettings | None = None,
+        encoder: Encoder | None = None,
+    ) -> None:
         super().__init__()
         self.spec, self.config = spec, (config := config or PPOSettings())
         width, heads = config.width, len(spec.sizes)
         # One trunk has the hidden layers of heads and value side by side.
         parts = (width, width) if config.separate_value else (2 * width,)
-        trunks = [Trunk(spec, config, part) for part in parts]
+        trunks = [Trunk(spec, config, part, encoder) for part in parts]
         layers, size = trunks[0].memory.state_shape
         self.state_shape = (len(parts) * layers, size)
         self.trunks = nn.ModuleList(trunks)
@@ -181,7 +199,7 @@ class SpacePolicy(nn.Module):
         self.image_scale.copy_(torch.where(seen, scale, self.image_scale))
 
     def read(self, observation: Any) -> tuple[Features, Any]:  # noqa: ANN401
-        """Features and masks of what `GymWorld` shows."""
+        """Features and masks of what `Vector` shows."""
         return observation.features, observation.masks
 
     @torch.no_grad()
@@ -305,15 +323,15 @@ class SpacePolicy(nn.Module):
         if len(self.trunks) == 1:
             both, state = self.trunks[0](features, episode_start, state)
             if not is_conditional:  # one call for both takes less time
-                hidden, seen = tanh(both).chunk(2, dim=1)
+                hidden, seen = torch.tanh(both).chunk(2, dim=1)
                 return hidden, seen, state
             hidden, seen = both.chunk(2, dim=1)
-            return hidden, tanh(seen), state
+            return hidden, torch.tanh(seen), state
         ours, values = state.chunk(2, dim=1)
         hidden, ours = self.trunks[0](features, episode_start, ours)
         seen, values = self.trunks[1](features, episode_start, values)
-        hidden = hidden if is_conditional else tanh(hidden)
-        return hidden, tanh(seen), torch.cat((ours, values), dim=1)
+        hidden = hidden if is_conditional else torch.tanh(hidden)
+        return hidden, torch.tanh(seen), torch.cat((ours, values), dim=1)
 
     def head_outputs(
         self,
@@ -330,7 +348,7 @@ class SpacePolicy(nn.Module):
         if self.choice_embedding is not None:
             if actions is not None:
                 return self._outputs_given(hidden, actions)
-            hidden = tanh(hidden)
+            hidden = torch.tanh(hidden)
         flat: Tensor = self.head_out(hidden)
         numbers = len(self.log_deviation)
         if numbers == flat.shape[1]:
@@ -352,13 +370,13 @@ class SpacePolicy(nn.Module):
         bias: Tensor = self.head_out.bias
         if numbers:
             choices = actions.masked_fill(self._numeric, 0).long()
-            factors = torch.where(self._numeric, tanh(actions), 1.0).unsqueeze(2)
+            factors = torch.where(self._numeric, torch.tanh(actions), 1.0).unsqueeze(2)
             chosen = self.choice_embedding(choices + self._starts) * factors
             weight = F.pad(weight, (0, 0, 0, numbers))
             bias = torch.cat((bias, self.log_deviation))
         else:
             chosen = self.choice_embedding(actions + self._starts)
-        hidden = tanh(hidden.unsqueeze(1) + self._sees @ chosen)
+        hidden = torch.tanh(hidden.unsqueeze(1) + self._sees @ chosen)
         weight = self._padded(weight).unflatten(0, self._allowed.shape)
         bias = self._padded(bias).view(self._allowed.shape)
         outputs = torch.bmm(hidden.transpose(0, 1), weight.transpose(1, 2))
@@ -391,89 +409,9 @@ class SpacePolicy(nn.Module):
             self.value_out.weight.zero_()
 
 
-class _Tanh(torch.autograd.Function):
-    """`_fast_tanh` with its gradient in one operation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
-        """Return tanh(x), and keep it."""
-        y = _fast_tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
-        """Return the gradient of x."""
-        (y,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(grad, y)  # type: ignore[no-any-return]
-
-
-_tanh: Final[Callable[[Tensor], Tensor]] = _Tanh.apply
-
-
-def tanh(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The hyperbolic tangent."""
-    is_plain = x.device.type == "cpu" and x.dtype == torch.float32
-    if torch.compiler.is_compiling() or not is_plain:
-        return torch.tanh(x)
-    if torch.is_grad_enabled():
-        return _tanh(x)
-    return _fast_tanh(x)
-
-
-def _fast_tanh(x: Tensor) -> Tensor:
-    """To 4e-7 of its size, faster than torch.tanh on the CPU."""
-    x = x.detach().contiguous()
-    y = torch.empty_like(x)
-    _tanh_numbers(x.view(-1).numpy(), y.view(-1).numpy())
-    return y
-
-
-@kernel
-def _tanh_numbers(x: Array, y: Array) -> None:
-    """Two polynomials of the square; beyond the limit it is 1 in float32.
-
-    Their ratio was fitted to tanh(x) / x between 0 and the limit, by least squares that
-    were reweighted until the largest relative error, 2e-9, no longer fell.
-    """
-    kind = x.dtype.type
-    limit = kind(8)
-    for index in range(len(x)):
-        near = x[index]
-        near = limit if near > limit else near
-        near = -limit if near < -limit else near
-        square = near * near
-        above = kind(-1.156418618e-13)
-        above = above * square + kind(6.365489436e-11)
-        above = above * square + kind(-2.231457654e-08)
-        above = above * square + kind(1.164242308e-05)
-        above = above * square + kind(3.149362758e-03)
-        above = above * square + kind(1.312434801e-01)
-        above = above * square + kind(1)
-        below = kind(2.612971392e-04)
-        below = below * square + kind(2.467499258e-02)
-        below = below * square + kind(4.645767951e-01)
-        below = below * square + kind(1)
-        y[index] = near * above / below
-
-
 def _places(spec: SpaceSpec) -> Array:
     """Where outputs, then log deviations, belong in rows `[head, choice]`, flat."""
     rows, numeric = spec.allowed.numpy().copy(), np.array(spec.numeric)
     rows[numeric, 1] = False
     deviations = np.flatnonzero(numeric) * spec.width + 1
     return np.concatenate((np.flatnonzero(rows), deviations))
-
-
-def _image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:
-    """Two convolutions that halve the sides, and one linear layer."""
-    one, two = CHANNELS
-    sides = [-(-side // 4) for side in shape[1:]]
-    return nn.Sequential(
-        nn.Conv2d(shape[0], one, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(one, two, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(two * sides[0] * sides[1], width),
-    )

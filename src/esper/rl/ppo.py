@@ -18,12 +18,15 @@ import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self, Unpack
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium import Env
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -48,6 +51,7 @@ from esper.files import (
     require_explained,
     storage,
 )
+from esper.rl.encoders import Encoder
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
 from esper.rl.policy import SpacePolicy
@@ -61,8 +65,7 @@ from esper.rl.settings import (
     plain,
 )
 from esper.rl.spaces import SpaceSpec, flags, parts_of
-from esper.rl.vector import MaskSource, Source, Vector, Vectorization
-from esper.rl.world import GymSeen, GymWorld
+from esper.rl.vector import MaskSource, Source, Vector, Vectorization, View
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
 from esper.runs.settings import as_flat
@@ -111,12 +114,13 @@ class PPO(Stateful):
     """An agent and the environments that it learns in.
 
     Args:
-        env: The id of an environment, a function that makes one, or a VectorEnv.
+        env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make.
-        vectorization: Where environments run. "sync": in this process; "async": each in
-            its own process; "native": the vector environment that the id registers.
+        num_envs: How many environments to make; None: 16, or those that `env` has.
+        vectorization: Where environments run. "sync": in this process; "async": in
+            other processes; "native": the vector environment that the id registers.
+        num_workers: Processes of "async"; None: one per core. At most `num_envs`.
         seed: Seed of weights, actions, minibatches and environments. None draws one,
             which `settings.seed` keeps.
         rollout_steps: Steps of each environment between two updates.
@@ -146,6 +150,8 @@ class PPO(Stateful):
         width: Hidden layer width.
         layers: Number of memory layers.
         separate_value: Give the value function its own encoder and memory.
+        encoder: A module, or a function of a space that makes one, from one observation
+            to a vector; see docs/ppo.md. None: layers that fit the observation space.
         autoregressive: Draw each head given the choices of all heads before it.
         normalize: Normalise observations by running statistics. Images are divided by
             their largest bound, or by the largest number seen if that is below a
@@ -168,8 +174,9 @@ class PPO(Stateful):
         env: Source,
         *,
         memory: MemoryName = "none",
-        num_envs: int = 16,
+        num_envs: int | None = None,
         vectorization: Vectorization = "sync",
+        num_workers: int | None = None,
         seed: int | None = 0,
         rollout_steps: int = 128,
         gamma: float = 0.99,
@@ -192,6 +199,7 @@ class PPO(Stateful):
         width: int = 64,
         layers: int = 1,
         separate_value: bool = False,
+        encoder: Encoder | None = None,
         autoregressive: bool = False,
         normalize: bool = True,
         head_relevance: Any = None,  # noqa: ANN401
@@ -203,26 +211,44 @@ class PPO(Stateful):
         values = {name: given[name] for name in PPOSettings.__dataclass_fields__}
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
+        if num_envs is None:
+            del values["num_envs"]
         settings = PPOSettings(**plain(values))
         settings.require_schedules()
         where = usable_device(device)
-        vector = Vector(
-            env,
-            settings.num_envs,
-            settings.vectorization,
-            _table(head_relevance),
-            masks,
-            settings.env_timeout,
-        )
         self._source: Source | None = env
         self._masks = masks
+        vector = self._vector(env, settings, _table(head_relevance), num_envs)
         try:
             settings = replace(settings, num_envs=vector.num_envs)
-            self._build(vector.spec, settings, vector, where)
+            self._build(vector.spec, settings, vector, where, encoder)
         except BaseException:
-            if not isinstance(env, VectorEnv):
-                vector.close()
+            vector.release()
             raise
+
+    def _vector(
+        self,
+        source: Source,
+        settings: PPOSettings,
+        head_relevance: tuple[tuple[bool, ...], ...] | None,
+        num_envs: int | None = None,
+    ) -> Vector:
+        """The environments of a source; `num_envs` is what the caller asked for."""
+        there = 1 if isinstance(source, Env) else getattr(source, "num_envs", None)
+        if isinstance(source, Env | VectorEnv) and num_envs not in (None, there):
+            raise InvalidInputError(
+                f"num_envs must be {there}, the number of environments in env, got "
+                f"{num_envs}. For more, pass an id or a function."
+            )
+        return Vector(
+            source,
+            settings.num_envs,
+            settings.vectorization,
+            head_relevance,
+            self._masks,
+            settings.env_timeout,
+            settings.num_workers,
+        )
 
     def _build(
         self,
@@ -230,6 +256,7 @@ class PPO(Stateful):
         settings: PPOSettings,
         vector: Vector | None,
         device: torch.device,
+        encoder: Encoder | None,
     ) -> None:
         """Make what is learnt and what learns."""
         if vector is not None:
@@ -241,7 +268,7 @@ class PPO(Stateful):
         self.spec, self.settings, self.device = spec, settings, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(settings.seed, "weights"))
-            self.policy = SpacePolicy(spec, settings).to(device)
+            self.policy = SpacePolicy(spec, settings, encoder).to(device)
         # Without environments nothing is collected.
         envs, steps = (settings.num_envs, settings.rollout_steps) if vector else (1, 1)
         buffer = TamiyoRolloutBuffer(
@@ -261,9 +288,9 @@ class PPO(Stateful):
             self.policy, buffer, config, rng_seed=order, single_steps=single_steps
         )
         self.observations = ObservationReader(spec, normalize=settings.normalize)
-        self.world: GymWorld | None = None
+        self.world = vector
         if vector is not None:
-            self.world = GymWorld(vector, self.observations, learn=True)
+            vector.reader, vector.learns = self.observations, True
         self.generator = stream(settings.seed, "choices")
         self.rollout_steps = settings.rollout_steps
         self.env_steps = 0
@@ -276,6 +303,17 @@ class PPO(Stateful):
         """Progress of the schedules in the last round, from 0 to 1."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
+
+    def __repr__(self) -> str:
+        where = "no environment"
+        if self.world is not None:
+            where = f"{self.world.name} x {self.settings.num_envs}"
+        leaves = self.spec.observation.items()
+        seen = ", ".join(f"{name} {[*leaf.shape]}" for name, leaf in leaves)
+        heads = one_line(", ".join(self.spec.head_names), 80)
+        memory, width = self.settings.memory, self.settings.width
+        rest = f"{memory=}, {width=}, env_steps={self.env_steps}"
+        return f"{type(self).__name__}({where}, {seen} -> {heads}, {rest})"
 
     def learn(
         self,
@@ -315,7 +353,7 @@ class PPO(Stateful):
         world, settings = self._world(), self.settings
         callbacks = callbacks_of(callback)
         if progress:
-            callbacks.append(ProgressBar(world.vector.name))
+            callbacks.append(ProgressBar(world.name))
         callbacks += log_callbacks(self, logger)
         if reset_num_timesteps:
             self.env_steps, self.progress = 0, 0.0
@@ -394,7 +432,7 @@ class PPO(Stateful):
 
     @torch.inference_mode()
     def _decide(
-        self, generator: Generator | None, seen: GymSeen, memory: Tensor | None
+        self, generator: Generator | None, seen: View, memory: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Actions on the CPU, and memory after them; greedily without a generator."""
         envs = len(seen.episode_start)
@@ -459,7 +497,7 @@ class PPO(Stateful):
                     "state holds NaN or infinity; give None to start again."
                 )
         features = self.observations.read(observation, np.ones(envs, bool))
-        seen = GymSeen(features, rows, torch.from_numpy(first), None)
+        seen = View(features, rows, torch.from_numpy(first))
         generator = None if deterministic else self.generator
         actions, memory = self._decide(generator, seen, memory)
         actions = spec.to_env(actions)
@@ -491,57 +529,54 @@ class PPO(Stateful):
             raise InvalidInputError(
                 f"episodes must be a whole number from 1, got {quoted(episodes)}."
             )
-        source = self._source if env is None else env
-        if source is None:
-            raise InvalidStateError("there is no environment; give evaluate(env=...).")
-        settings = self.settings
-        kind = "sync" if settings.vectorization == "async" else settings.vectorization
-        vector = Vector(
-            source,
-            min(episodes, settings.num_envs),
-            kind,
-            self.spec.head_relevance,
-            self._masks,
-            settings.env_timeout,
+        source = self.evaluation_source() if env is None else env
+        kind = self.settings.vectorization if isinstance(source, str) else "sync"
+        settings = replace(
+            self.settings,
+            num_envs=min(episodes, self.settings.num_envs),
+            vectorization="sync" if kind == "async" else kind,
         )
-        try:
-            self._require_spaces(vector)
-            if vector.env is self._source:
-                self._rollout = None
-            return self._evaluate(vector, episodes, env, deterministic, seed, max_steps)
-        finally:
-            if not isinstance(source, VectorEnv):
-                vector.close()
-
-    def _evaluate(
-        self,
-        vector: Vector,
-        episodes: int,
-        env: Source | None,
-        deterministic: bool,
-        seed: int,
-        max_steps: int,
-    ) -> EpisodeReturns:
+        vector = self._vector(source, settings, self.spec.head_relevance)
+        vector.reader, vector.seed = self.observations, seed
         envs = vector.num_envs
         quota = torch.tensor([(episodes + index) // envs for index in range(envs)])
         generator = None if deterministic else stream(seed, "evaluation")
 
-        def decide(seen: GymSeen, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        def decide(seen: View, memory: Tensor | None) -> tuple[Tensor, Tensor]:
             if memory is None:
                 self._require_masks(seen.masks)
                 if env is None:
                     self.masked |= seen.masks is not None
             return self._decide(generator, seen, memory)
 
-        world = GymWorld(vector, self.observations, seed)
         try:
-            found = play(world, decide, quota, max_steps=max_steps)
+            self._require_spaces(vector)
+            if source is self._source and vector.is_given:
+                self._rollout = None
+            found = play(vector, decide, quota, max_steps=max_steps)
         except InvalidStateError:
             raise InvalidInputError(
                 f"some episode did not end within {max_steps} steps; set a time limit: "
                 "gymnasium.make(..., max_episode_steps=1000)."
             ) from None
+        finally:
+            vector.release()
         return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
+
+    def evaluation_source(self) -> Source:
+        """What makes environments like those it learns in."""
+        source = self._source
+        if source is None:
+            raise InvalidStateError("there is no environment; give evaluate(env=...).")
+        if not isinstance(source, Env):
+            return source
+        spec = source.spec
+        wrappers = () if spec is None else spec.additional_wrappers
+        if spec is None or any(wrapper.kwargs is None for wrapper in wrappers):
+            raise InvalidInputError(
+                "the environment of the agent cannot be copied; give evaluate(env=...)."
+            )
+        return partial(gymnasium.make, spec)
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
@@ -554,6 +589,8 @@ class PPO(Stateful):
             settings["target_kl"] = "inf"
         facts = {"settings": settings, "masked": self.masked, "progress": self.progress}
         facts |= self.spec.describe()
+        for module in self.policy.trunks[0].get_submodule("encoder").children():
+            facts["encoder"] = type(module).__qualname__
         manifest = manifest_of(facts, self.env_steps)
         file = Path(path)
         with storage(file, "write"):
@@ -574,6 +611,7 @@ class PPO(Stateful):
         *,
         masks: MaskSource | None = "auto",
         device: torch.device | str = "cpu",
+        encoder: Encoder | None = None,
         **changes: Unpack[Changes],
     ) -> Self:
         """The agent that `save` wrote; it can learn on if it gets an environment.
@@ -583,10 +621,13 @@ class PPO(Stateful):
             env: Where to learn on and evaluate; not needed to predict.
             masks: As in `PPO`.
             device: As in `PPO`.
+            encoder: As in `PPO`, for an agent that has one: a file holds no code. Its
+                weights are those of the file.
             changes: Settings of `PPO` that replace those of the file. A `seed` starts
                 new random numbers. Without `vectorization`, it is "sync".
         """
-        tensors, manifest = read_safetensors(Path(path), _fit_agent)
+        fit = partial(_fit_agent, encoder=encoder)
+        tensors, manifest = read_safetensors(Path(path), fit)
         spec, settings = _described(manifest)
         given: dict[str, Any] = {"vectorization": "sync", **changes}
         if "seed" in given and given["seed"] is None:
@@ -597,23 +638,17 @@ class PPO(Stateful):
         vector = None
         if env is not None:
             settings.require_schedules()
-            vector = Vector(
-                env,
-                settings.num_envs,
-                settings.vectorization,
-                spec.head_relevance,
-                masks,
-                settings.env_timeout,
-            )
+            table, count = spec.head_relevance, given.get("num_envs")
+            vector = agent._vector(env, settings, table, count)
             settings = replace(settings, num_envs=vector.num_envs)
         try:
-            agent._build(spec, settings, vector, where)
+            agent._build(spec, settings, vector, where, encoder)
             if vector is not None:
                 agent._require_spaces(vector)
             load(agent, tensors)
         except BaseException:
-            if vector is not None and not isinstance(env, VectorEnv):
-                vector.close()
+            if vector is not None:
+                vector.release()
             raise
         if "seed" in given:
             agent.generator = stream(settings.seed, "choices")
@@ -627,9 +662,9 @@ class PPO(Stateful):
     def close(self) -> None:
         """End the environments' processes, if they have any."""
         if self.world is not None:
-            self.world.vector.close()
+            self.world.close()
 
-    def _world(self) -> GymWorld:
+    def _world(self) -> Vector:
         if self.world is None:
             raise InvalidStateError(
                 "there is no environment to learn in; PPO.load(env=...)."
@@ -707,15 +742,22 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
         )
 
 
-def _fit_agent(tensors: Tensors, manifest: Manifest) -> None:
+def _fit_agent(tensors: Tensors, manifest: Manifest, encoder: Encoder | None) -> None:
     """Refuse a file whose tensors are not those of the policy that it describes."""
     spec, settings = _described(manifest)
+    name = manifest.facts.get("encoder")
+    if (name is None) != (encoder is None):
+        what = "has no encoder of its own. Omit encoder"
+        if name is not None:
+            what = f"has an encoder, {quoted(name)}, and a file holds no code. Give it "
+            what += "again: PPO.load(encoder=...)"
+        raise InvalidInputError(f"this agent {what}.")
     columns = spec.observation["vector"].shape[0] if "vector" in spec.observation else 0
     sizes = {"width": settings.width, "the observation": columns}
     require_explained({**sizes, "the action": len(spec.sizes)}, tensors.values())
     _ = spec.allowed  # holds numbers, so it must not be made without memory
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        policy = SpacePolicy(spec, settings)
+        policy = SpacePolicy(spec, settings, encoder)
     start = "agent/policy"
     own = {name: part for name, part in tensors.items() if name.startswith(start)}
     check_fit(leaves(policy, start), own)

@@ -62,8 +62,10 @@ class PPOSettings(PPOConfig):
     rollout_steps: Count = 128
     """Steps per environment between two updates."""
     vectorization: Vectorization = "sync"
-    """Where environments run: sync (one process), async (a process each) or native
+    """Where environments run: sync (one process), async (several processes) or native
     (the environment's own)."""
+    num_workers: Count | None = None
+    """Processes of async environments; none: one per core."""
     env_timeout: Annotated[float, Field(gt=0, le=10**6)] = TIMEOUT
     """Time limit of one environment call in seconds."""
     gamma: Fraction = 0.99
@@ -155,6 +157,7 @@ class Changes(TypedDict, total=False):
     num_envs: int
     rollout_steps: int
     vectorization: Vectorization
+    num_workers: int | None
     env_timeout: float
     seed: int | None
     gamma: float

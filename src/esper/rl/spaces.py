@@ -332,6 +332,43 @@ class SpaceSpec:
             found[f"image{index}"] = torch.from_numpy(copied)
         return found
 
+    @cached_property
+    def encoder_space(self) -> Space[Any]:
+        """What an encoder gets, without the batch: Boxes, nested as observations.
+
+        Masks and texts are left out. Images have their channels first. Choices are
+        one-hot encoded.
+        """
+        boxes: dict[Path, Space[Any]] = {}
+        images = iter(self.observation[f"image{i}"] for i in range(len(self._images)))
+        for part in self._observation_parts:
+            shape: Any = next(images).shape if part.is_image else part.space.shape
+            if isinstance(part.space, spaces.Discrete | spaces.MultiDiscrete):
+                shape = (_columns(part),)
+            low, high = (0, 1) if part.sizes else (-np.inf, np.inf)
+            boxes[part.path] = spaces.Box(low, high, shape, np.float32)
+        space = self.observation_space
+        if isinstance(space, spaces.Dict):
+            inner = space.spaces.items()
+            space = spaces.Dict([(name, s) for name, s in inner if name != MASK])
+        kinds = (spaces.Dict, spaces.Tuple)
+        found: Space[Any] = from_parts(space, boxes.__getitem__, kinds=kinds)
+        return found
+
+    def encoder_input(self, features: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
+        """Features of rows as nested tensors `[row, ...]` of `encoder_space`."""
+        space, at, image = self.encoder_space, 0, 0
+        found: dict[Path, Tensor] = {}
+        for part in self._observation_parts:
+            if part.is_image:
+                found[part.path] = features[f"image{image}"]
+                image += 1
+            else:
+                shape: Any = value_at(space, part.path).shape
+                own = features["vector"][:, at : (at := at + prod(shape))]
+                found[part.path] = own.reshape(-1, *shape)
+        return from_parts(space, found.__getitem__)
+
     def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
         """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}

@@ -22,7 +22,7 @@ from esper.contracts.state import leaves
 from esper.files import storage
 from esper.rl.ppo import PPO
 from esper.rl.settings import PPORunConfig, PPOSettings
-from esper.runs.records import TEST, RoundRecord
+from esper.runs.records import TEST
 from esper.runs.run import CONFIG, STORE, Run, invented_name, versions_now
 from esper.runs.settings import as_toml, construct, table_of
 from esper.runs.sinks import (
@@ -72,7 +72,7 @@ class RecordEpisodes(Record):
         super().on_rollout(loop, [played])
 
 
-class RunFolder(Callback):
+class RunFolder(RecordEpisodes):
     """The folder of a run of `PPO.learn`: a store and, at the end, the agent.
 
     A further call of `learn` goes on in the same folder.
@@ -85,7 +85,7 @@ class RunFolder(Callback):
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Create the folder, or open that of an earlier call."""
         agent, path = loop.algorithm, self._path
-        env = one_line(agent.world.vector.name)
+        env = one_line(agent.world.name)
         if (path / CONFIG).exists():
             run = Run.open(path)
         else:
@@ -103,16 +103,8 @@ class RunFolder(Callback):
                 f"{short(path)} has another training. Give another folder."
             )
         store.begin_attempt(known or None, versions_now(run.config_toml))
-        self._record = RecordEpisodes(store, [env], known)
-        self._record.on_train_start(loop, resumed=resumed)
-
-    def on_rollout(self, loop: TrainingLoop, rollout: Sequence[WorldRollout]) -> None:
-        """Record the episodes."""
-        self._record.on_rollout(loop, rollout)
-
-    def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
-        """Record the round."""
-        self._record.on_round_end(loop, record)
+        RecordEpisodes.__init__(self, store, [env], known)
+        super().on_train_start(loop, resumed=resumed)
 
     def on_train_end(self, loop: TrainingLoop) -> None:
         """Save the agent and mark the run as complete."""
@@ -206,8 +198,8 @@ def resume_ppo(
             )
         if env_timeout is not None:
             config = replace(config, env_timeout=env_timeout)
-        config = replace(config, device=device or config.device)
-        config = replace(config, logger=resumed_loggers(config.logger, logger))
+        loggers = resumed_loggers(config.logger, logger)
+        config = replace(config, device=device or config.device, logger=loggers)
         first = (f"Resuming {run.name}: {config.env}.",)
         attempt = partial(_attempt, config, run, callbacks)
         return train_to_end(run, callbacks, first, attempt)

@@ -10,27 +10,35 @@ Errors of an environment, also `SystemExit`, are raised again as one line.
 """
 
 import os
+import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from ctypes import c_int
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain, pairwise
+from multiprocessing import Pipe, Process, RawValue
 from multiprocessing import TimeoutError as WaitTimeout
-from multiprocessing.connection import wait
-from queue import Empty
 from threading import Thread
 from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import Env, Space, spaces
-from gymnasium.error import CustomSpaceError, NoAsyncCallError
+from gymnasium.error import NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.async_vector_env import AsyncState
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
-from jaxtyping import Bool
+from gymnasium.vector.utils import (
+    CloudpickleWrapper,
+    batch_space,
+    concatenate,
+    create_empty_array,
+    iterate,
+)
+from jaxtyping import Bool, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,153 +50,124 @@ from esper.contracts.errors import (
     WorkersError,
 )
 from esper.contracts.messages import described, one_line
+from esper.contracts.world import StepResult
 from esper.rl.nested import Path, from_parts, value_at
+from esper.rl.observations import ObservationReader
 from esper.rl.spaces import MASK, SpaceSpec, require_sizes
 from esper.workers.deadline import TIMEOUT, late, timed
+from esper.workers.jobs import available_cores
 
 T = TypeVar("T")
 Array = NDArray[Any]
-Source = str | Callable[[], Env[Any, Any]] | VectorEnv[Any, Any, Any]
+Source = str | Callable[[], Env[Any, Any]] | Env[Any, Any] | VectorEnv[Any, Any, Any]
 Vectorization = Literal["sync", "async", "native"]
 MaskSource = Literal["auto", "observation", "info", "method"]
 MASK_METHOD: Final = "action_masks"
 TIMEOUT_SETTING: Final = "env_timeout"
 UNUSABLE: Final = "returned an unusable value"
-WORKER_ERROR_TIMEOUT: Final = 5.0
-"""Seconds to wait for the error, or the exit, of a process that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Observations and masks of all environments before a step."""
+    """What the policy sees of all environments before a step."""
 
-    observation: Any
-    """An element of the batched observation space."""
+    features: dict[str, Tensor]
     masks: Bool[Tensor, "env *op head choice"] | None
     """Legal choices, as `SpaceSpec.head_masks` returns them; None: all."""
-    episode_start: Array
-    """Whether the observation is the first of an episode."""
-    acts: Array
-    """Whether the next action counts: False where an environment is about to reset."""
-    where: str = ""
-    """Name and step of the environments, for errors."""
-
-
-@dataclass(frozen=True, slots=True)
-class VectorStep:
-    """Result of one step of all environments."""
-
-    view: View
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    final: Any
-    """Final observations, if an episode was truncated; else None."""
+    episode_start: Bool[Tensor, " env"]
+    acts: Bool[Tensor, " env"] | None = None
+    """Whether the next action counts: not before a reset. None: all do."""
 
 
 class SyncEnvs(SyncVectorEnv):
     """`SyncVectorEnv` with autoreset in the same step and 20 % less overhead.
 
-    Infos contain final observations and masks only, as lists.
+    Infos contain final observations and masks only, as lists. `at` holds the index of
+    the environment that was called last.
     """
 
-    at = 0
-    """Index of the environment that was called last."""
-
     def __init__(
-        self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float = TIMEOUT
+        self,
+        makers: Sequence[Callable[[], Env[Any, Any]]],
+        seconds: float = TIMEOUT,
+        at: Any = None,  # noqa: ANN401
     ) -> None:
-        self._seconds = seconds
+        self._seconds, self.at = seconds, c_int() if at is None else at
         super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
-    def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        """Step all environments and reset those whose episode ended."""
-        space, found = self.single_observation_space, []
-        each = zip(self.envs, iterate(self.action_space, actions), strict=True)
-        for self.at, (env, action) in enumerate(each):
-            found.append(env.step(action))
-        shown, paid, *ends, infos = map(list, zip(*found, strict=True))
-        terminated, truncated = np.array(ends, bool)
-        rewards = self._numbers(paid)
-        info: dict[str, Any] = {}
-        for at in np.flatnonzero(terminated | truncated):
-            finals = info.setdefault("final_obs", [None] * self.num_envs)
-            finals[at] = deepcopy(shown[at])  # a reset may write over it
-            self.at = int(at)
-            shown[at], infos[at] = self.envs[at].reset()
-        there = [MASK in each for each in infos]
-        if any(there):
-            info[MASK] = [each.get(MASK) for each in infos]
-            info[f"_{MASK}"] = np.array(there)
-        return _batch(space, shown), rewards, terminated, truncated, info
+    @property
+    def has_masks(self) -> bool:
+        """Whether every environment has a method for masks."""
+        return all(env.has_wrapper_attr(MASK_METHOD) for env in self.envs)
 
-    def _numbers(self, rewards: list[Any]) -> Array:
-        """Rewards as an array; a reward may be an array with one element."""
-        with suppress(ValueError, TypeError):  # the loop below finds which one
-            numbers = np.array(rewards, np.float64)
-            if numbers.ndim == 1:
-                return numbers
-        numbers = np.empty(self.num_envs)
-        for self.at, reward in enumerate(rewards):
-            found = np.asarray(reward, np.float64)
-            if found.size != 1:
-                raise ValueError(f"the reward has the shape {found.shape}")
-            numbers[self.at] = found.item()
-        return numbers
+    @cached_property
+    def _mask_methods(self) -> list[Callable[[], Any]]:
+        return [env.get_wrapper_attr(MASK_METHOD) for env in self.envs]
+
+    def masks(self) -> list[Any]:
+        """What the method for masks of every environment returns."""
+        methods, found = self._mask_methods, []
+        for self.at.value, method in enumerate(methods):
+            found.append(method())
+        return found
+
+    def reset_rows(self, seed: int | None) -> list[tuple[Any, ...]]:
+        """The start of an episode in each environment, in the form of a step."""
+        resets, found = [env.reset for env in self.envs], []
+        for self.at.value, reset in enumerate(resets):
+            shown, info = reset(seed=None if seed is None else seed + self.at.value)
+            mask = [info[MASK]] if MASK in info else []
+            found.append((shown, 0.0, False, False, mask, None))
+        return found
+
+    def step_rows(self, actions: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Step each environment and reset it if its episode ended.
+
+        Rows end with a list of a mask, or of none, and the final observation or None.
+        """
+        each, found = zip(self.envs, actions, strict=True), []
+        for self.at.value, (env, action) in enumerate(each):
+            shown, reward, terminated, truncated, info = env.step(action)
+            final = None
+            if terminated or truncated:
+                final = deepcopy(shown)  # a reset may write over it
+                shown, info = env.reset()
+            mask = [info[MASK]] if MASK in info else []
+            found.append((shown, reward, terminated, truncated, mask, final))
+        return found
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
+        """Start an episode in every environment."""
+        shown, *_, info = _joined_rows(self, self.reset_rows(seed))
+        return shown, info
+
+    def step(self, actions: Any) -> Any:  # noqa: ANN401
+        """Step all environments and reset those whose episode ended."""
+        given = [*iterate(self.action_space, actions)]
+        return _joined_rows(self, self.step_rows(given))
 
     def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Close every environment; errors become one warning."""
         close_all([env.close for env in getattr(self, "envs", ())], self._seconds)
 
 
-class RaisedInWorker(Exception):  # noqa: N818
-    """Text of an error in the process of an environment; it can be pickled."""
-
-
-class ContainedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """An environment in its own process, whose errors can be pickled."""
-
-    def __init__(self, env: Env[Any, Any], seconds: float) -> None:
-        super().__init__(env)
-        self._seconds = seconds
-
-    def reset(self, **options: Any) -> Any:  # noqa: ANN401
-        """Start an episode."""
-        return _contained(partial(self.env.reset, **options))
-
-    def step(self, action: Any) -> Any:  # noqa: ANN401
-        """Step the environment."""
-        return _contained(partial(self.env.step, action))
-
-    def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
-        """An attribute, or a method whose errors can be pickled."""
-        found = _contained(partial(super().get_wrapper_attr, name))
-        return (lambda: _contained(found)) if callable(found) else found
-
-    def close(self) -> None:
-        """Close the environment; an error becomes a warning."""
-        close_all([self.env.close], self._seconds)
-
-
-class UnmadeEnv(gymnasium.Env[Any, Any]):
-    """Placeholder for an environment that cannot be made in its process."""
-
-    observation_space: Any = None
-    action_space: Any = None
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def get_wrapper_attr(self, name: str) -> Any:  # noqa: ANN401
-        """Raise the error of the constructor."""
-        raise RaisedInWorker(self._why)
-
-
-def _contained(call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    try:
-        return call()
-    except BaseException as error:
-        raise RaisedInWorker(described(error)) from None
+def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:  # noqa: ANN401
+    """The results of all environments as those of a vector environment."""
+    shown, paid, *ends, masks, finals = map(list, zip(*rows, strict=True))
+    rewards = np.empty(len(paid))
+    for at, reward in enumerate(paid):
+        envs.at.value = at
+        if np.size(reward) != 1:  # it may be an array with one element
+            raise ValueError(f"the reward has the shape {np.shape(reward)}")
+        rewards[at : at + 1] = reward
+    info: dict[str, Any] = {}
+    if any(map(len, masks)):
+        info[MASK] = [mask[0] if mask else None for mask in masks]
+        info[f"_{MASK}"] = np.array([*map(bool, masks)])
+    if any(final is not None for final in finals):
+        info["final_obs"] = finals
+    observation = _batch(envs.single_observation_space, shown)
+    return observation, rewards, *np.array(ends, bool), info
 
 
 def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
@@ -208,60 +187,139 @@ def close_all(closes: Sequence[Callable[[], object]], seconds: float) -> None:
         warnings.warn(one_line(what), EsperWarning, stacklevel=3)
 
 
-class AsyncEnvs(AsyncVectorEnv):
-    """`AsyncVectorEnv` that also limits the time of constructors and of `close`."""
+class RaisedInWorker(Exception):  # noqa: N818
+    """Text of an error in another process; it can be pickled."""
+
+
+class AsyncEnvs(VectorEnv[Any, Any, Any]):
+    """Environments in processes, each of which steps a share of them.
+
+    `at` holds the index of the environment that failed. After a failure, all processes
+    are dead. After an interrupt, the next call waits for the one before.
+    """
 
     def __init__(
-        self, makers: Sequence[Callable[[], Env[Any, Any]]], seconds: float
+        self, make: Callable[[], Any], num_envs: int, workers: int, seconds: float
     ) -> None:
-        self._seconds = seconds
-        mode = AutoresetMode.SAME_STEP
-        try:
-            try:
-                super().__init__(makers, autoreset_mode=mode)
-            except ValueError as error:
-                if not isinstance(error.__cause__, CustomSpaceError):
-                    raise
-                # Text, for example, cannot be shared.
-                super().__init__(makers, autoreset_mode=mode, shared_memory=False)
-        except BaseException:
-            kill(self)
-            raise
+        self.seconds, self.num_envs, self.at = seconds, num_envs, c_int()
+        self._pid = os.getpid()
+        bounds = np.linspace(0, num_envs, min(workers, num_envs) + 1).astype(int)
+        self._shares = [slice(*pair) for pair in pairwise(bounds.tolist())]
+        self._places = [RawValue("i") for _ in self._shares]
+        self.processes: list[Any] = []
+        self._pipes: list[Any] = []
+        for share, place in zip(self._shares, self._places, strict=True):
+            here, there = Pipe()
+            given = (there, CloudpickleWrapper(make), share, seconds, place)
+            process = Process(target=_work, args=given, daemon=True)
+            process.start()
+            self.processes.append(process)
+            self._pipes.append(here)
+            there.close()  # so that the pipe breaks with its process
+        self._pending = {*range(len(self._pipes))}
+        facts = [found.fn for found in self._answers()]
+        seen, acted, self.metadata, self.has_masks = facts[0]
+        if any(each[:2] != (seen, acted) for each in facts):
+            self._kill()
+            raise InvalidInputError("the environments have different spaces.")
+        self.single_observation_space, self.single_action_space = seen, acted
+        self.action_space = batch_space(acted, num_envs)
 
-    def close_extras(
-        self, timeout: float | None = None, terminate: bool = False
-    ) -> None:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:  # noqa: ANN401
+        """Start an episode in every environment."""
+        starts = [share.start for share in self._shares]
+        seeds = [(None if seed is None else seed + start,) for start in starts]
+        shown, *_, info = _joined_rows(self, self._request("reset_rows", seeds))
+        return shown, info
+
+    def step(self, actions: Any) -> Any:  # noqa: ANN401
+        """Step all environments and reset those whose episode ended."""
+        rows = [*iterate(self.action_space, actions)]
+        given = [(rows[share],) for share in self._shares]
+        return _joined_rows(self, self._request("step_rows", given))
+
+    def masks(self) -> list[Any]:
+        """What the method for masks of every environment returns."""
+        return self._request("masks", [()] * len(self._pipes))
+
+    def _request(self, name: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results of a method of `SyncEnvs` in all processes, after each other."""
+        if self._pending:  # the last call was interrupted
+            self._answers()
+        self._pending = {*range(len(self._pipes))}
+        for pipe, arguments in zip(self._pipes, given, strict=True):
+            with suppress(OSError):  # of a process that died; its answer says so
+                pipe.send((name, arguments))
+        return [*chain(*self._answers())]
+
+    def _answers(self) -> list[Any]:
+        """The answers of all processes; raises the first error."""
+        until, found = time.monotonic() + self.seconds, []
+        for worker in sorted(self._pending):
+            try:
+                if not self._pipes[worker].poll(max(0.0, until - time.monotonic())):
+                    raise WaitTimeout
+                found.append(self._pipes[worker].recv())
+                if isinstance(found[-1], BaseException):
+                    raise found[-1]
+            except Exception:
+                self.at.value = self._shares[worker].start + self._places[worker].value
+                self._kill()
+                raise
+            self._pending.remove(worker)
+        return found
+
+    def close_extras(self, **options: Any) -> None:  # noqa: ANN401
         """Ask the processes to exit, and kill those that do not."""
-        if self._state is AsyncState.DEFAULT and not terminate:
-            for pipe in self.parent_pipes:
-                with suppress(OSError, AttributeError):  # of a process that died
-                    pipe.send(("close", None))
-            until = time.monotonic() + (timeout or self._seconds)
+        if not self._pending:
+            for pipe in self._pipes:
+                with suppress(OSError):  # of a process that died
+                    pipe.send(("close", ()))
+            until = time.monotonic() + self.seconds
             for process in self.processes:
                 process.join(max(0.0, until - time.monotonic()))
-        kill(self)
+        self._kill()
 
-    def _check_spaces(self) -> None:
-        self.call_async("render_mode")  # returns once all constructors returned
-        self.call_wait(self._seconds)
-        super()._check_spaces()  # type: ignore[no-untyped-call]
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.closed = True
 
-    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise the first error without Gymnasium's tracebacks."""
-        if not all(successes):
+    def __del__(self) -> None:
+        if not self.closed and self._pid == os.getpid():  # not in a fork
+            self._kill()
+
+
+def _work(pipe: Any, make: Any, share: slice, seconds: float, at: Any) -> None:  # noqa: ANN401
+    """Make some environments, then do what the pipe asks for until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what it means
+    Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    envs: Any = None
+    name, given = "start", ()
+    with suppress(EOFError, OSError):  # the parent is gone
+        while name != "close":
             try:
-                error = self.error_queue.get(timeout=WORKER_ERROR_TIMEOUT)[2]
-            except Empty:
-                error = RaisedInWorker("an error that cannot be pickled")
-            raise error
+                if name == "start":
+                    makers = [make.fn] * (share.stop - share.start)
+                    envs = SyncEnvs(makers, seconds, at)
+                    seen = envs.single_observation_space
+                    facts = (seen, envs.single_action_space, envs.metadata)
+                    pipe.send(CloudpickleWrapper((*facts, envs.has_masks)))  # type: ignore[arg-type]
+                else:
+                    pipe.send(getattr(envs, name)(*given))
+            except BaseException as error:  # an environment may raise SystemExit
+                is_ours = isinstance(error, EsperError)
+                pipe.send(error if is_ours else RaisedInWorker(described(error)))
+            name, given = pipe.recv()
+        envs.close()
 
 
-def kill(env: AsyncVectorEnv) -> None:
-    """Kill all processes of a vector environment."""
-    for process in getattr(env, "processes", ()):
-        process.kill()
-        process.join()
-    env.closed = True
+def _end_with_parent(parent: int) -> None:
+    """Exit when the parent is gone, also while a call of the environment hangs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
@@ -273,11 +331,18 @@ def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
 
 
 class Vector:
-    """All environments, stepped together; the parameters are those of `PPO`.
+    """All environments, stepped together, as a `World` for rollouts.
+
+    The parameters are those of `PPO`. `seed` is that of the next reset. `reader` reads
+    observations; with `learns`, it updates its statistics.
 
     A vector environment keeps its own `num_envs` and autoreset mode. Environments in
     this process are interrupted after `env_timeout` only in the commands of Esper.
     """
+
+    group_size = 1
+    seed: int | None = None
+    learns = False
 
     def __init__(
         self,
@@ -287,19 +352,32 @@ class Vector:
         head_relevance: tuple[tuple[bool, ...], ...] | None = None,
         masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
+        num_workers: int | None = None,
     ) -> None:
         self.name, self._seconds = _name(source), env_timeout
         self.steps = 0
         """Steps since the environments were made."""
+        self.is_given = isinstance(source, Env | VectorEnv)
+        """Whether the caller made the environments."""
         if isinstance(source, VectorEnv):
             self.env: VectorEnv[Any, Any, Any] = source
+        elif isinstance(source, Env):
+            if vectorization != "sync":
+                raise InvalidInputError(
+                    f"vectorization {vectorization!r} makes new environments. Pass an "
+                    "id or a function instead of an environment."
+                )
+            require_sizes(source.observation_space)
+            self.env = SyncEnvs([lambda: source], env_timeout)
         else:
-            self.env = _made(source, self.name, num_envs, vectorization, env_timeout)
+            workers = num_workers or available_cores() or 1
+            self.env = _made(
+                source, self.name, num_envs, vectorization, env_timeout, workers
+            )
         try:
             self._inspect(head_relevance, masks)
         except BaseException:
-            if not isinstance(source, VectorEnv):
-                self.close()
+            self.release()
             raise
 
     def _inspect(
@@ -326,47 +404,54 @@ class Vector:
         self._finds_masks = masks == "auto"
         self._masks = masks
         self._ended = np.zeros(self.num_envs, bool)
-        self._method: Callable[[], Any] | None = None
+        self.reader = ObservationReader(self.spec, normalize=False)
 
-    def reset(self, seed: int | None) -> View:
+    def reset(self) -> View:
         """Start an episode in every environment."""
-        return self._guarded("reset", partial(self._reset, seed), UNUSABLE)
+        return self._guarded("reset", self._reset, UNUSABLE)
 
-    def step(self, actions: Any) -> VectorStep:  # noqa: ANN401
+    def step(self, actions: Shaped[Tensor, "env head"]) -> StepResult[View]:
         """Step every environment."""
         return self._guarded("step", partial(self._step, actions), UNUSABLE)
 
-    def _reset(self, seed: int | None) -> View:
+    def _reset(self) -> View:
         if isinstance(self._base, AsyncVectorEnv):
             with suppress(NoAsyncCallError):  # unless a step was interrupted
                 self._guarded("step", partial(self._base.step_wait, self._seconds))
-        observation, info = self._call("reset", seed=seed)
+        observation, info = self._call("reset", seed=self.seed)
         if self._masks == "auto":
             self._masks = self._guarded("reset", partial(self._mask_source, info))
         self._ended = np.zeros(self.num_envs, bool)
         return self._view(observation, info, ~self._ended, ~self._ended)
 
-    def _step(self, actions: Any) -> VectorStep:  # noqa: ANN401
-        observation, rewards, terminated, truncated, info = self._call("step", actions)
+    def _step(self, actions: Tensor) -> StepResult[View]:
+        given = self.spec.to_env(actions)
+        observation, rewards, terminated, truncated, info = self._call("step", given)
         self.steps += 1
         terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
-        ended, before, final = terminated | truncated, self._ended, None
-        had_future = (truncated & ~terminated).any()
-        everyone = np.ones(self.num_envs, bool)
+        ended, acted, final = terminated | truncated, ~self._ended, None
+        had_future = (truncated & ~terminated & acted).any()
+        fresh, acts = ended, np.ones(self.num_envs, bool)
         if self.mode is AutoresetMode.NEXT_STEP:
-            self._ended = ended
+            self._ended, fresh, acts = ended, ~acted, ~ended
             final = observation if had_future else None
-            view = self._view(observation, info, before, ~ended)
         elif self.mode is AutoresetMode.DISABLED and ended.any():
             final = deepcopy(observation) if had_future else None
-            observation, fresh = self._call("reset", options={"reset_mask": ended})
-            view = self._view(observation, _joined(info, fresh, ended), ended, everyone)
-        else:
-            if had_future:
-                final = self._final(observation, info, ended)
-            view = self._view(observation, info, ended, everyone)
-        numbers = self._rewards(rewards, ~before)
-        return VectorStep(view, numbers, terminated, truncated, final)
+            observation, new = self._call("reset", options={"reset_mask": ended})
+            info = _joined(info, new, ended)
+        elif had_future:
+            final = self._final(observation, info, ended)
+        reward, last = self._rewards(rewards, acted), None
+        if final is not None:
+            features = self.reader.read(final, acted, self._where)
+            last = View(features, None, torch.from_numpy(fresh))
+        return StepResult(
+            observation=self._view(observation, info, fresh, acts),
+            reward=torch.from_numpy(reward),
+            terminated=torch.from_numpy(terminated),
+            truncated=torch.from_numpy(truncated),
+            final=last,
+        )
 
     def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
         """Rewards `[env]`; raises for NaN and infinity where an action counted."""
@@ -388,6 +473,11 @@ class Vector:
             )
         return numbers
 
+    def release(self) -> None:
+        """Close the environments, unless the caller made them."""
+        if not self.is_given:
+            self.close()
+
     def close(self) -> None:
         """Close the environments and end their processes."""
         if isinstance(self.env, SyncEnvs | AsyncEnvs):
@@ -397,12 +487,8 @@ class Vector:
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Call a method of the vector environment with a time limit."""
-        if not isinstance(self.env, AsyncVectorEnv):
-            call = partial(getattr(self.env, name), *args, **options)
-            return self._guarded(name, call, limited=True)
-        start = partial(getattr(self.env, f"{name}_async"), *args, **options)
-        answer = partial(getattr(self.env, f"{name}_wait"), self._seconds)
-        return self._guarded(name, lambda: (start(), answer())[1])
+        call = partial(getattr(self.env, name), *args, **options)
+        return self._guarded(name, call, limited=not isinstance(self.env, AsyncEnvs))
 
     def _guarded(
         self,
@@ -425,25 +511,15 @@ class Vector:
 
     def _failure(self, call: str, error: BaseException, verb: str) -> EsperError:
         """The error to raise, in one line that names environment and step."""
-        when = f"in {call}() at step {self.steps}"
-        if isinstance(self._base, AsyncVectorEnv):
-            lost = isinstance(error, EOFError | ConnectionError)
-            sentinels = [process.sentinel for process in self._base.processes]
-            # A pipe breaks a moment before its process is gone.
-            ended = wait(sentinels, timeout=WORKER_ERROR_TIMEOUT) if lost else []
-            dead = [at for at, each in enumerate(sentinels) if each in ended]
-            pipes = enumerate(self._base.parent_pipes)
-            slow = [at for at, pipe in pipes if pipe is None or not pipe.poll()]
-            # `close` would wait for pending calls, or raise their errors.
-            kill(self._base)
-            if isinstance(error, WaitTimeout):
-                who = f"environment {[*slow, 0][0]} of {self.name}"
-                what = f"{who}: {call}() at step {self.steps}"
-                return WorkersError(late(what, self._seconds, TIMEOUT_SETTING))
-            if lost:
-                who = f"environment {dead[0]}" if dead else "environment"
-                return WorkersError(f"the process of {who} of {self.name} died {when}.")
-        who = f" of environment {self.env.at}" if isinstance(self.env, SyncEnvs) else ""
+        when, who = f"in {call}() at step {self.steps}", ""
+        if isinstance(self.env, SyncEnvs | AsyncEnvs):
+            who = f"environment {self.env.at.value}"
+        if isinstance(error, WaitTimeout):
+            what = f"{who} of {self.name}: {call}() at step {self.steps}"
+            return WorkersError(late(what, self._seconds, TIMEOUT_SETTING))
+        if isinstance(self.env, AsyncEnvs) and isinstance(error, EOFError | OSError):
+            return WorkersError(f"the process of {who} of {self.name} died {when}.")
+        who = f" of {who}" if who else ""
         what = _text(error).rstrip(".")
         return InvalidInputError(f"{self.name} {verb} {when}{who}: {what}.")
 
@@ -455,19 +531,27 @@ class Vector:
         acts: Array,
     ) -> View:
         """Observations with their masks; all is legal where actions are ignored."""
-        where, masks = f"{self.name} at step {self.steps}", None
+        masks = None
         if self._masks is not None:
             found = self._query_masks(observation, info, acts)
             try:
                 masks = self.spec.head_masks(found, self.num_envs, acts)
             except InvalidInputError as error:
+                where = f"{self.name} at step {self.steps}"
                 raise type(error)(f"{where}: {error}") from None
         elif self._finds_masks and MASK in info and not self.spec.is_continuous:
             raise InvalidInputError(
                 f"{self.name} gave info['{MASK}'] at step {self.steps}, but none at "
                 "reset. Return one from every reset and step."
             )
-        return View(observation, masks, episode_start, acts, f" of {where}")
+        features = self.reader.read(observation, acts, self._where, learn=self.learns)
+        all_act = None if acts.all() else torch.from_numpy(acts)
+        return View(features, masks, torch.from_numpy(episode_start), all_act)
+
+    @property
+    def _where(self) -> str:
+        """Name and step of the environments, for errors."""
+        return f" of {self.name} at step {self.steps}"
 
     def _query_masks(
         self,
@@ -479,9 +563,16 @@ class Vector:
         if self._masks == "observation":
             return observation[MASK]
         if self._masks == "method":
-            if self._method is None:  # a search through wrappers is slow
-                self._method = self._guarded(MASK_METHOD, self._mask_method)
-            return self._guarded(MASK_METHOD, self._method, limited=True)
+            base = self._base
+            if isinstance(base, SyncEnvs | AsyncEnvs):
+                method: Callable[[], Any] = base.masks
+            elif isinstance(base, SyncVectorEnv | AsyncVectorEnv):
+                method = partial(base.call, MASK_METHOD)
+            else:
+                method = getattr(base, MASK_METHOD)
+            limited = not isinstance(base, AsyncEnvs)
+            found = self._guarded(MASK_METHOD, method, limited=limited)
+            return [*found] if isinstance(found, tuple) else found
         masks, there = info.get(MASK), np.asarray(info.get(f"_{MASK}", acts))
         missing = acts & ~there
         if masks is None or missing.any():
@@ -500,7 +591,9 @@ class Vector:
             return "observation"
         if MASK in info:
             return "info"
-        if isinstance(self._base, AsyncVectorEnv):  # a failed call ends its processes
+        if isinstance(self._base, SyncEnvs | AsyncEnvs):
+            found = self._base.has_masks
+        elif isinstance(self._base, AsyncVectorEnv):  # a failed call ends its processes
             env = self._base.env_fns[0]()
             found = env.has_wrapper_attr(MASK_METHOD)
             env.close()
@@ -509,17 +602,6 @@ class Vector:
         else:
             found = hasattr(self._base, MASK_METHOD)
         return "method" if found else None
-
-    def _mask_method(self) -> Callable[[], Any]:
-        """A function that returns the masks of all environments."""
-        if isinstance(self._base, AsyncVectorEnv):
-            ask, answer = self._base.call_async, self._base.call_wait
-            return lambda: [*(ask(MASK_METHOD), answer(self._seconds))[1]]
-        if isinstance(self._base, SyncVectorEnv):
-            methods = [env.get_wrapper_attr(MASK_METHOD) for env in self._base.envs]
-            return lambda: [method() for method in methods]
-        found: Callable[[], Any] = getattr(self._base, MASK_METHOD)
-        return found
 
     def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
         """All observations, with final observations where episodes ended."""
@@ -542,7 +624,7 @@ class Vector:
 
 def _name(source: Source) -> str:
     name: object = source
-    if isinstance(source, VectorEnv):
+    if isinstance(source, Env | VectorEnv):
         spec = getattr(source, "spec", None)
         name = spec.id if spec is not None else type(source).__name__
     elif not isinstance(source, str):
@@ -551,13 +633,18 @@ def _name(source: Source) -> str:
 
 
 def _made(
-    source: Source, name: str, num_envs: int, vectorization: str, seconds: float
+    source: Source,
+    name: str,
+    num_envs: int,
+    vectorization: str,
+    seconds: float,
+    workers: int,
 ) -> VectorEnv[Any, Any, Any]:
     """A new vector environment, with autoreset in the same step unless native."""
     if not callable(source) and not isinstance(source, str):
         raise InvalidInputError(
-            "env must be an id, a function that makes an environment, or a VectorEnv, "
-            f"got {type(source).__name__}."
+            "env must be an id, a function that makes an environment, an Env or a "
+            f"VectorEnv, got {type(source).__name__}."
         )
     what, make = f"{name}: the constructor", cast("Callable[[], Any]", source)
     start: Callable[[], VectorEnv[Any, Any, Any]]
@@ -568,8 +655,7 @@ def _made(
     if vectorization == "sync":
         start = partial(SyncEnvs, [one] * num_envs, seconds)
     elif vectorization == "async":
-        worker = partial(_in_worker, partial(_one, make), one, os.getpid(), seconds)
-        start = partial(AsyncEnvs, [worker] * num_envs, seconds)
+        start = partial(AsyncEnvs, partial(_one, make), num_envs, workers, seconds)
     elif isinstance(source, str):
         mode = "vector_entry_point"
         native = partial(gymnasium.make_vec, source, num_envs, vectorization_mode=mode)
@@ -598,33 +684,6 @@ def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
         raise InvalidInputError("the function makes a VectorEnv; pass what it makes.")
     require_sizes(env.observation_space)
     return env
-
-
-def _in_worker(
-    make: Callable[[], Any],
-    make_here: Callable[[], Any],
-    parent: int,
-    seconds: float,
-) -> Any:  # noqa: ANN401
-    """An environment in its own process, which ends with its parent.
-
-    `AsyncVectorEnv` also makes one in the process `parent`, for its spaces; there
-    `make_here` is called.
-    """
-    if os.getpid() == parent:
-        return ContainedEnv(make_here(), seconds)
-    Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    try:
-        return ContainedEnv(make(), seconds)
-    except BaseException as error:
-        return UnmadeEnv(described(error))
-
-
-def _end_with_parent(parent: int) -> None:
-    """Exit when the parent is gone, also while a call of the environment hangs."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _final_part(finals: Any, path: Path, env: int) -> Any:  # noqa: ANN401
