@@ -47,7 +47,9 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
         return nn.functional.cross_entropy(model.host(x), y)
 
     learning = model.training_parameters()
-    loss, found = shadow_gradients(closure, model.flow, model, learning)
+    loss, found = shadow_gradients(
+        closure, model.flow, model, learning, [*model.modules()]
+    )
     with model.flow.using(tried=model.index("second->last#0")):
         straight = closure()
         wanted = torch.autograd.grad(straight, learning)
@@ -81,7 +83,9 @@ def test_gradient_checkpointing_recomputes_seeds_and_all():
     found = []
     for model.host.stored in (True, False):
         learning = model.training_parameters()
-        shadow = shadow_gradients(closure, model.flow, model, learning)[1]
+        shadow = shadow_gradients(
+            closure, model.flow, model, learning, [*model.modules()]
+        )[1]
         trained = [p for p in model.parameters() if not any(p is q for q in learning)]
         found.append([*shadow, *torch.autograd.grad(closure(), trained)])
     assert not model.flow.failed

@@ -99,7 +99,9 @@ def train(kind, planting=None, *, steps, prune_at=None):
         loss = closure()
         learning = model.training_parameters()
         if learning:
-            shadow, found = shadow_gradients(closure, model.flow, model, learning)
+            shadow, found = shadow_gradients(
+                closure, model.flow, model, learning, [*model.modules()]
+            )
             model.shadow_losses.append(float(shadow))
             loss = attach_gradients(loss, learning, found)
         optimizer.zero_grad()

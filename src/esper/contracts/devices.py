@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 def require_tensor(
     name: str,
     value: object,
-    shape: Sequence[int],
+    shape: Sequence[Any],  # sizes may be symbols while a model is exported
     dtypes: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
     hint: str = "Convert it.",

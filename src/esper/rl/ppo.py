@@ -117,13 +117,15 @@ class PPO(Stateful):
         env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make; None: 16, or those that `env` has.
+        num_envs: How many environments to make. None: those that `env` has, else 64
+            without memory and 16 with memory.
         vectorization: Where environments run. "sync": in this process; "async": in
             other processes; "native": the vector environment that the id registers.
         num_workers: Processes of "async"; None: one per core. At most `num_envs`.
         seed: Seed of weights, actions, minibatches and environments. None draws one,
             which `settings.seed` keeps.
-        rollout_steps: Steps of each environment between two updates.
+        rollout_steps: Steps of each environment between two updates. None: 2048 in all
+            environments together.
         gamma: Discount per step.
         gae_lambda: Trace decay of the advantages.
         learning_rate: Adam learning rate.
@@ -178,10 +180,10 @@ class PPO(Stateful):
         vectorization: Vectorization = "sync",
         num_workers: int | None = None,
         seed: int | None = 0,
-        rollout_steps: int = 128,
+        rollout_steps: int | None = None,
         gamma: float = 0.99,
         gae_lambda: float = 0.95,
-        learning_rate: float = 2e-3,
+        learning_rate: float = 5e-3,
         epochs: int = 4,
         minibatches: int = 8,
         clip_range: float = 0.2,
@@ -212,7 +214,10 @@ class PPO(Stateful):
         if seed is None:
             values["seed"] = secrets.randbelow(2**32)
         if num_envs is None:
-            del values["num_envs"]
+            values["num_envs"] = _envs_of(env)
+        for name in ("num_envs", "rollout_steps"):
+            if values[name] is None:
+                del values[name]
         settings = PPOSettings(**plain(values))
         settings.require_schedules()
         where = usable_device(device)
@@ -234,8 +239,8 @@ class PPO(Stateful):
         num_envs: int | None = None,
     ) -> Vector:
         """The environments of a source; `num_envs` is what the caller asked for."""
-        there = 1 if isinstance(source, Env) else getattr(source, "num_envs", None)
-        if isinstance(source, Env | VectorEnv) and num_envs not in (None, there):
+        there = _envs_of(source)
+        if there is not None and num_envs not in (None, there):
             raise InvalidInputError(
                 f"num_envs must be {there}, the number of environments in env, got "
                 f"{num_envs}. For more, pass an id or a function."
@@ -711,6 +716,13 @@ class ProgressBar(Callback):
     def on_close(self) -> None:
         """Leave the terminal."""
         self._bar.close()
+
+
+def _envs_of(source: Source) -> int | None:
+    """How many environments a source has; None if it makes as many as needed."""
+    if isinstance(source, VectorEnv):
+        return source.num_envs
+    return 1 if isinstance(source, Env) else None
 
 
 def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401

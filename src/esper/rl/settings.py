@@ -6,7 +6,7 @@ The names are those of the constructor of `PPO` and of the options of `esper ppo
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from math import cos, inf, pi
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict, cast
 
 import numpy as np
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -30,6 +30,10 @@ FALLS: Final[dict[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
 }
 """How much of the way to `end_factor` is done at some progress from 0 to 1."""
+MANY_ENVS: Final = 64
+FEW_ENVS: Final = 16
+ROLLOUT: Final = 2048
+"""Steps of all environments between two updates, by default."""
 SCHEDULES: Final = ("schedule", "clip_schedule")
 LOST: Final = "function "
 """Start of a schedule that was a function; a file keeps only its name."""
@@ -53,14 +57,14 @@ ScheduleSetting = Annotated[
 class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
     minibatches: int = 8
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
-    num_envs: Count = 16
-    """Number of parallel environments."""
-    rollout_steps: Count = 128
-    """Steps per environment between two updates."""
+    num_envs: Count = cast("int", None)
+    """Number of parallel environments; 64 without memory, 16 with memory."""
+    rollout_steps: Count = cast("int", None)
+    """Steps per environment between two updates; 2048 in all environments together."""
     vectorization: Vectorization = "sync"
     """Where environments run: sync (one process), async (several processes) or native
     (the environment's own)."""
@@ -90,6 +94,17 @@ class PPOSettings(PPOConfig):
     """Normalise numeric observations with running statistics."""
     seed: RngSeed = 0
     """Seed of weights, actions, minibatches and environments."""
+
+    def __post_init__(self) -> None:
+        """Fill in what depends on other settings, and check all values."""
+        if self.num_envs is None:
+            # With memory, long rows matter more than many environments.
+            envs = MANY_ENVS if self.memory == "none" else FEW_ENVS
+            object.__setattr__(self, "num_envs", envs)
+        if self.rollout_steps is None:
+            steps = max(ROLLOUT // self.num_envs, 1)
+            object.__setattr__(self, "rollout_steps", steps)
+        PPOConfig.__post_init__(self)
 
     def factors(self, progress: float) -> tuple[float, float]:
         """Factor of learning rate and entropy, and of the clip range, at a progress."""
