@@ -22,7 +22,7 @@ def act_with_categoricals(
 
     Draws come from torch's global stream, as `Categorical` offers no other.
     """
-    context, state = policy.encode(features, first[:, None], state)
+    context, state = policy._encode_step(features, first, state)
     actions = torch.zeros(first.shape[0], NUM_HEADS, dtype=torch.int64)
     log_probs: dict[str, Tensor] = {}
     groups = policy.head_logits(context)

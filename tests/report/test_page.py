@@ -168,7 +168,7 @@ def test_a_page_and_every_plot_are_written(reported, page):
 
 def test_the_top_summarises_the_run(page):
     assert (
-        "Tamiyo was trained on letter and digits for 6 rounds: 24 decisions in 6 s. "
+        "Tamiyo was trained on letter, digits for 6 rounds: 24 decisions in 6 s. "
         "The run is complete." in page
     )
     # Arms differ by 0.05 with a noise of 0.01; Tamiyo is the best.

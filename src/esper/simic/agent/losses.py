@@ -72,7 +72,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Check all values."""
-        for item in fields(self):
+        for item in fields(PPOConfig):
             value = getattr(self, item.name)
             kinds = (Real, type(None)) if item.default is None else Real
             if isinstance(item.default, float | None) and not isinstance(value, kinds):
