@@ -24,11 +24,20 @@ from gymnasium import Env
 from gymnasium.wrappers import FlattenObservation
 
 from benchmarks import timing
-from benchmarks.rl import ENVS, OURS, STEPS, Counted, Counter, Make, Training, read
+from benchmarks.rl import (
+    ENVS,
+    MEMORY,
+    OURS,
+    STEPS,
+    Counted,
+    Counter,
+    Make,
+    Training,
+    read,
+)
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 
-MEMORY: Final = "conv-mingru"
 SEEDS: Final = 3
 TOTAL: Final = 400_000
 BATCHES: Final = (128, 512)

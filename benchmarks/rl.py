@@ -4,7 +4,7 @@ Eight environments, five random seeds each; one set of defaults for all, apart f
 memory where something must be remembered, the table of causal heads, and Pendulum's
 discount. Peers, three random seeds each, on four of them: PPO of Stable-Baselines3,
 RecurrentPPO and MaskablePPO of sb3-contrib, with their own defaults but for layers of
-64 and as many environments and steps between updates as ours (16 x 128).
+64 and as many environments and steps between updates as ours with memory (16 x 128).
 
 A return is that of the episodes that ended in one of twenty parts of the training,
 choices drawn, the last part being the final return. Everything is counted by a wrapper
@@ -36,6 +36,7 @@ PARTS: Final = 20
 SEEDS: Final = 5
 PEER_SEEDS: Final = 3
 OURS: Final = "esper"
+MEMORY: Final = "conv-mingru"
 ENVS, STEPS = 16, 128
 Make = Callable[[], Env[Any, Any]]
 
@@ -57,11 +58,11 @@ class Task:
 TASKS: Final[Mapping[str, Task]] = {
     "CartPole": Task(_id("CartPole-v1"), 60_000, peer="PPO"),
     "CartPole, velocities hidden": Task(
-        HiddenVelocity, 100_000, {"memory": "mingru"}, "RecurrentPPO"
+        HiddenVelocity, 100_000, {"memory": MEMORY}, "RecurrentPPO"
     ),
     "Acrobot": Task(_id("Acrobot-v1"), 60_000),
-    "T-maze of length 50": Task(TMaze, 160_000, {"memory": "mingru"}, "RecurrentPPO"),
-    "repeat, 2 steps ago": Task(Repeat, 100_000, {"memory": "gru"}),
+    "T-maze of length 50": Task(TMaze, 160_000, {"memory": MEMORY}, "RecurrentPPO"),
+    "repeat, 2 steps ago": Task(Repeat, 100_000, {"memory": MEMORY}),
     "scheduling, masked": Task(Scheduling, 60_000, peer="MaskablePPO"),
     "tools, causal heads": Task(Tools, 40_000, {"head_relevance": Tools.RELEVANT}),
     "Pendulum": Task(_id("Pendulum-v1"), 100_000, {"gamma": 0.9}),
