@@ -415,3 +415,23 @@ def test_the_loops_to_compare_with_compute_the_same():
     )
     for result, reference in zip(actual, expected, strict=True):
         assert_close(result.T, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("envs", "time", "taps"), [(3, 9, 4), (2, 1, 8), (4, 3, 8)])
+def test_the_compiled_convolution_and_its_gradient_equal_torch(envs, time, taps):
+    generator = torch.Generator().manual_seed(time)
+
+    def draw(*shape):
+        numbers = torch.randn(shape, dtype=torch.float64, generator=generator)
+        return numbers.requires_grad_()
+
+    rows, weights = draw(envs, taps - 1 + time, 5), draw(taps, 5)
+    bias, grads = draw(5), (draw(envs, time, 5), draw(envs, taps - 1, 5))
+    starts = torch.rand(envs, time, generator=generator) < 0.3
+    inputs = (rows, starts, weights, bias)
+    results = [module.causal_conv(*inputs), module._conv_by_lags(*inputs)]
+    found = [grad(result, (rows, weights, bias), grads) for result in results]
+    assert_close(*results)
+    assert_close(*found)
+    with torch.no_grad():
+        assert_close(module.causal_conv(*inputs), results[1])

@@ -2,7 +2,8 @@
 
 Forwards it is the memory of the policy (`gated_scan`), backwards it is generalized
 advantage estimation (`gae`). Its gradient is the same recurrence in reverse. At an
-episode boundary decay is 0, and nothing passes it, not even NaN or inf.
+episode boundary decay is 0, and nothing passes it, not even NaN or inf. `causal_conv`
+mixes the last inputs of an episode before they enter the recurrence.
 
 On the CPU the loops are compiled; on other devices steps are combined in pairs, in
 depth log2(time).
@@ -69,6 +70,52 @@ def _gated_by_scan(gates: Tensor, episode_start: Tensor, initial: Tensor) -> Ten
     if gates.shape[1] == 1 and not torch.is_grad_enabled():
         return _step(decay, initial.unsqueeze(1), inputs)
     return _scan(decay, inputs, initial)
+
+
+def causal_conv(
+    rows: Float[Tensor, "env taps_and_time width"],
+    episode_start: Bool[Tensor, "env time"],
+    taps: Float[Tensor, "tap width"],
+    bias: Float[Tensor, " width"],
+) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env last width"]]:
+    """Return a convolution over the last inputs of each episode, and these inputs.
+
+        mixed_t = bias + sum of taps_k * x_{t-k}, over the steps of the same episode
+
+    Args:
+        rows: The `tap - 1` inputs before the first step, oldest first, then the inputs
+            of all steps. Those before the first step must be 0 if they are of another
+            episode.
+        episode_start: Whether the step is the first of an episode.
+        taps: Weight of each lag, the present input first.
+        bias: Added to every step.
+
+    Returns:
+        `mixed`, and the last `tap - 1` inputs, newest first; 0 where they are of
+        another episode.
+    """
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return _conv_by_lags(rows, episode_start, taps, bias)
+    if torch.is_grad_enabled():
+        return _conv(rows, episode_start, taps, bias)
+    return _conv_forward(rows, episode_start, taps, bias)
+
+
+def _conv_by_lags(
+    rows: Tensor, episode_start: Tensor, taps: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv` as whole-tensor operations."""
+    time, lags = episode_start.shape[1], taps.shape[0] - 1
+    steps = torch.arange(time, device=rows.device)
+    age = steps - torch.where(episode_start, steps, -lags).cummax(dim=1).values
+    mixed = torch.addcmul(bias, rows[:, lags:], taps[0])
+    for lag in range(1, lags + 1):
+        earlier = rows.narrow(1, lags - lag, time)
+        earlier = torch.where((age >= lag).unsqueeze(-1), earlier, 0.0)
+        mixed = torch.addcmul(mixed, earlier, taps[lag])
+    known = age[:, -1:] >= torch.arange(lags, device=rows.device)
+    last = rows[:, rows.shape[1] - lags :].flip(1)
+    return mixed, torch.where(known.unsqueeze(-1), last, 0.0)
 
 
 def gae(
@@ -273,6 +320,98 @@ def _gated_lane_gradients(
         grad_gate[lane] = grad_update * (z * keep)
         grad_candidate[lane] = total * root
         trace[lane] = zero if fresh else total * keep
+
+
+class _Conv(torch.autograd.Function):
+    """`causal_conv` on the CPU and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        rows: Tensor,
+        episode_start: Tensor,
+        taps: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the convolution and the last inputs."""
+        ctx.save_for_backward(rows, episode_start, taps)
+        return _conv_forward(rows, episode_start, taps, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:  # noqa: ANN401
+        """Return the gradients of rows, taps and bias."""
+        given = [x.detach().contiguous() for x in (*ctx.saved_tensors, *grads)]
+        results = [torch.zeros_like(given[0]), torch.zeros_like(given[2])]
+        _conv_gradients(*(x.numpy() for x in (*given, *results)))
+        return results[0], None, results[1], grads[0].sum(dim=(0, 1))
+
+
+_conv: Final[Callable[..., tuple[Tensor, Tensor]]] = _Conv.apply
+
+
+def _conv_forward(
+    rows: Tensor, episode_start: Tensor, taps: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    envs, lags, width = rows.shape[0], taps.shape[0] - 1, rows.shape[2]
+    mixed = rows.new_empty(envs, episode_start.shape[1], width)
+    last = rows.new_zeros(envs, lags, width)
+    given = (x.detach().contiguous() for x in (rows, episode_start, taps, bias))
+    _conv_rows(*(x.numpy() for x in (*given, mixed, last)))
+    return mixed, last
+
+
+@kernel
+def _conv_rows(
+    rows: Array,
+    episode_start: Array,
+    taps: Array,
+    bias: Array,
+    mixed: Array,
+    last: Array,
+) -> None:
+    """`causal_conv` on `[row, time, lane]`; `last` holds zeros."""
+    lags = taps.shape[0] - 1
+    for row in range(mixed.shape[0]):
+        known = lags  # lags whose inputs are of this episode, or 0
+        for now in range(mixed.shape[1]):
+            known = 0 if episode_start[row, now] else min(known + 1, lags)
+            mixed[row, now] = bias
+            for lag in range(known + 1):
+                _add_product(rows[row, now + lags - lag], taps[lag], mixed[row, now])
+        for lag in range(min(known + 1, lags)):
+            last[row, lag] = rows[row, rows.shape[1] - 1 - lag]
+
+
+@kernel
+def _conv_gradients(
+    rows: Array,
+    episode_start: Array,
+    taps: Array,
+    grad: Array,
+    grad_last: Array,
+    grad_rows: Array,
+    grad_taps: Array,
+) -> None:
+    """Gradients of `_conv_rows`, added to zeros."""
+    lags = taps.shape[0] - 1
+    for row in range(grad.shape[0]):
+        known = lags
+        for now in range(grad.shape[1]):
+            known = 0 if episode_start[row, now] else min(known + 1, lags)
+            for lag in range(known + 1):
+                at = now + lags - lag
+                _add_product(grad[row, now], taps[lag], grad_rows[row, at])
+                _add_product(grad[row, now], rows[row, at], grad_taps[lag])
+        for lag in range(min(known + 1, lags)):
+            grad_rows[row, rows.shape[1] - 1 - lag] += grad_last[row, lag]
+
+
+@kernel
+def _add_product(one: Array, other: Array, total: Array) -> None:
+    """Add a product of lanes; a separate function, so that it is vectorised."""
+    for lane in range(total.shape[0]):
+        total[lane] += one[lane] * other[lane]
 
 
 def _step(decay: Tensor, before: Tensor, inputs: Tensor) -> Tensor:

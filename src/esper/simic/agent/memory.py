@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from esper.contracts.errors import InvalidInputError
-from esper.scan import gated_scan
+from esper.scan import causal_conv, gated_scan
 
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
 LONGEST_CONV_SPAN: Final = 128.0  # the same for ConvMinGRU, whose taps see short spans
@@ -83,21 +83,16 @@ class ConvMinGRU(MinGRU):
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
         """Run over `inputs` from `state`."""
-        time, last = inputs.shape[1], []
-        fresh = episode_start.unsqueeze(-1)
+        last = []
         for layer, gates in enumerate(self.gates):
             before = state[:, layer].unflatten(-1, (TAPS, -1))
-            earlier, kept = inputs, [inputs[:, -1]]
-            mixed = torch.addcmul(self.bias[layer], inputs, self.taps[layer, 0])
-            for lag in range(1, TAPS):
-                # The input `lag` steps ago; 0 if that was in another episode.
-                earlier = torch.cat((before[:, lag, None], earlier[:, : time - 1]), 1)
-                earlier = torch.where(fresh, 0.0, earlier)
-                mixed = torch.addcmul(mixed, earlier, self.taps[layer, lag])
-                kept.append(earlier[:, -1])
+            rows = torch.cat((before[:, 1:].flip(1), inputs), dim=1)
+            mixed, kept = causal_conv(
+                rows, episode_start, self.taps[layer], self.bias[layer]
+            )
             hidden = gated_scan(gates(silu(mixed)), episode_start, before[:, 0])
             inputs = inputs + hidden
-            last.append(torch.cat((hidden[:, -1], *kept[: TAPS - 1]), dim=-1))
+            last.append(torch.cat((hidden[:, -1:], kept), dim=1).flatten(1))
         return inputs, torch.stack(last, dim=1)
 
 
