@@ -97,14 +97,14 @@ class PPOSettings(PPOConfig):
 
     def __post_init__(self) -> None:
         """Fill in what depends on other settings, and check all values."""
-        if self.num_envs is None:
-            # With memory, long rows matter more than many environments.
-            envs = MANY_ENVS if self.memory == "none" else FEW_ENVS
-            object.__setattr__(self, "num_envs", envs)
-        if self.rollout_steps is None:
-            steps = max(ROLLOUT // self.num_envs, 1)
-            object.__setattr__(self, "rollout_steps", steps)
+        # With memory, long rows matter more than many environments.
+        self._fill("num_envs", MANY_ENVS if self.memory == "none" else FEW_ENVS)
+        self._fill("rollout_steps", max(ROLLOUT // self.num_envs, 1))
         PPOConfig.__post_init__(self)
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     def factors(self, progress: float) -> tuple[float, float]:
         """Factor of learning rate and entropy, and of the clip range, at a progress."""
