@@ -156,10 +156,10 @@ def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:  # noqa: ANN401
     shown, paid, *ends, masks, finals = map(list, zip(*rows, strict=True))
     rewards = np.empty(len(paid))
     for at, reward in enumerate(paid):
-        envs.at.value = at
-        if np.size(reward) != 1:  # it may be an array with one element
-            raise ValueError(f"the reward has the shape {np.shape(reward)}")
-        rewards[at : at + 1] = reward
+        envs.at.value, number = at, np.asarray(reward, np.float64)
+        if number.size != 1:  # it may be an array with one element
+            raise ValueError(f"the reward has the shape {number.shape}")
+        rewards[at] = number.item()
     info: dict[str, Any] = {}
     if any(map(len, masks)):
         info[MASK] = [mask[0] if mask else None for mask in masks]
