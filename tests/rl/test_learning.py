@@ -19,7 +19,7 @@ pytestmark = pytest.mark.learns
 
 
 def learnt(env, steps=8_000, **options) -> PPO:
-    options = {"rollout_steps": 64, "seed": 0} | options
+    options = {"num_envs": 16, "rollout_steps": 64, "seed": 0} | options
     return PPO(env, **options).learn(steps)
 
 

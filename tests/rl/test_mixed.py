@@ -357,7 +357,8 @@ class Tool(Probe):
     ],
 )
 def test_an_angle_that_depends_on_the_tool_needs_causal_heads(options):
-    agent = PPO(Tool, rollout_steps=64, seed=0, **options).learn(40_000)
+    agent = PPO(Tool, num_envs=16, rollout_steps=64, seed=0, **options)
+    agent.learn(40_000)
     found = agent.evaluate(96).mean
     if options:
         assert found > 0.85
