@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant(
         "alpha is forgotten when a seed is folded into its layer",
-        "growth/saving/export.py",
+        "growth/saving/folding.py",
         "weight[:rows, :columns] += alpha * matrix",
         "weight[:rows, :columns] += matrix",
         "tests/growth/test_export.py",

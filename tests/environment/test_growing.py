@@ -479,7 +479,7 @@ SETTINGS = [
     ({"stop": "never"}, "stop must be one of end, anytime, got 'never'"),
     (
         {"clock": "compute", "first": 0.5},
-        "first must be at least one batch",
+        "first must lie in",
     ),
     ({"clock": "compute", "ratio": 1.0}, "ratio must be more than 1"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1"),

@@ -415,10 +415,11 @@ def test_a_space_comes_back_from_plain_data(space):
 def test_the_constructor_has_every_setting_with_its_default():
     arguments = inspect.signature(PPO).parameters
     usual = PPOSettings()
-    # None: the usual number, or that of the environments that are given.
-    assert arguments["num_envs"].default is None
+    # None: they depend on other settings and on the environments that are given.
+    sizes = ("num_envs", "rollout_steps")
+    assert all(arguments[name].default is None for name in sizes)
     for item in fields(usual):
-        if item.name != "num_envs":
+        if item.name not in sizes:
             default = arguments[item.name].default
             assert default == getattr(usual, item.name), item.name
         assert f"\n        {item.name}: " in PPO.__doc__
@@ -781,7 +782,7 @@ def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path
     def learn(agent, rounds, **options):
         def note(record):
             (group,) = agent.agent.optimizer.param_groups
-            seen.append((round(group["lr"] / 2e-3, 4), record.env_steps))
+            seen.append((round(group["lr"] / 5e-3, 4), record.env_steps))
 
         agent.learn(24 * rounds, callback=options.pop("callback", note), **options)
         found = seen.copy()
@@ -823,7 +824,7 @@ def test_schedules_move_learning_rate_entropy_and_clip_range(schedule, expected)
         assert rates == pytest.approx(expected)
         (group,) = learner.optimizer.param_groups
         last = {"schedule": 1.0, "clip_schedule": 1.0, name: expected[-1]}
-        assert group["lr"] == pytest.approx(2e-3 * last["schedule"])
+        assert group["lr"] == pytest.approx(5e-3 * last["schedule"])
         assert learner._entropy.tolist() == pytest.approx([0.01 * last["schedule"]] * 3)
         clip = learner._annealed.clip_range
         assert clip == pytest.approx(0.2 * last["clip_schedule"], abs=1e-7)
@@ -854,7 +855,7 @@ def test_a_schedule_is_saved_by_name_and_a_function_is_given_again(tmp_path):
     assert again.settings == agent.settings
     assert again.progress == agent.progress == pytest.approx(1 / 3)
     rates = []
-    again.learn(72, callback=lambda record: rates.append(record.learning_rate / 2e-3))
+    again.learn(72, callback=lambda record: rates.append(record.learning_rate / 5e-3))
     assert rates == pytest.approx([0.5 + 1 / 3, 1, 1])
 
 

@@ -12,7 +12,7 @@ from tests.rollouts import fill_ragged, make_policy
 from tests.simic.agents import agent_with_rollout, changed, snapshot, unequal
 
 
-@pytest.mark.parametrize("learning_rate", [1.0, 1e3])
+@pytest.mark.parametrize("learning_rate", [0.3, 1.0])
 def test_t34_a_wild_step_is_the_last_one(learning_rate):
     agent = agent_with_rollout(learning_rate=learning_rate)
     record = agent.update()
