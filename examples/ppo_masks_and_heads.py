@@ -2,9 +2,8 @@
 
     python examples/ppo_masks_and_heads.py [PLOT.svg]
 
-A robot chooses a tool and its setting. Tool 0 rests and has no setting. The tool that
-was used last must cool down: the mask forbids it. `head_relevance` says which settings
-belong to which tool; the others have no part in the loss.
+A robot chooses a tool and its setting. Tool 0 has no setting. The mask forbids the tool
+that was used last. `head_relevance` says which setting belongs to which tool.
 """
 
 from typing import Any
@@ -24,11 +23,9 @@ class Workshop(gymnasium.Env[Any, Any]):
     action_space = spaces.MultiDiscrete([3, 8, 8])  # tool, setting of 1, setting of 2
     USES = ((True, False, False), (True, True, False), (True, False, True))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Begin."""
-        super().reset(seed=seed)
+    def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        """Begin with cold tools."""
+        super().reset(**given)
         self.time, self.hot = 0, 0
         return self.next_job()
 
@@ -42,9 +39,9 @@ class Workshop(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Use a tool."""
-        tool = int(action[0])
+        tool = self.hot = int(action[0])
         right = tool == self.tool and (not tool or action[tool] == self.setting)
-        self.hot, self.time = tool, self.time + 1
+        self.time += 1
         observation, info = self.next_job()
         return observation, float(right), False, self.time == 16, info
 

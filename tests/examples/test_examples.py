@@ -57,6 +57,26 @@ def test_it_is_short_and_the_list_names_it(name):
     assert f"[{name}.py]({name}.py)" in listed
 
 
+AGENTS = sorted(path.stem for path in EXAMPLES.glob("ppo_*.py"))
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_example_of_ppo_runs_and_is_short(name, monkeypatch, tmp_path, capsys):
+    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert f"[{name}.py]({name}.py)" in listed
+    if name == "ppo_minigrid":
+        pytest.importorskip("minigrid")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    plot = tmp_path / "plot.svg"
+    monkeypatch.setattr("sys.argv", [name, str(plot)])
+    returns = import_module(name).main(4_096)
+    assert len(returns) == 2
+    assert plot.stat().st_size > 1_000
+    assert capsys.readouterr().out.count("return") >= 2
+
+
 def test_without_onnx_runtime_it_says_so_in_one_line(monkeypatch, capsys):
     import sys
 
