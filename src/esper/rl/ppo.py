@@ -117,7 +117,7 @@ class PPO(Stateful):
         env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make. None: those that `env` has, else 64
+        num_envs: How many environments to make. None: those that `env` has, else 32
             without memory and 16 with memory.
         vectorization: Where environments run. "sync": in this process; "async": in
             other processes; "native": the vector environment that the id registers.

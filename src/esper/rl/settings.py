@@ -30,7 +30,7 @@ FALLS: Final[dict[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
 }
 """How much of the way to `end_factor` is done at some progress from 0 to 1."""
-MANY_ENVS: Final = 64
+MANY_ENVS: Final = 32
 FEW_ENVS: Final = 16
 ROLLOUT: Final = 2048
 """Steps of all environments between two updates, by default."""
@@ -62,7 +62,7 @@ class PPOSettings(PPOConfig):
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = cast("int", None)
-    """Number of parallel environments; 64 without memory, 16 with memory."""
+    """Number of parallel environments; 32 without memory, 16 with memory."""
     rollout_steps: Count = cast("int", None)
     """Steps per environment between two updates; 2048 in all environments together."""
     vectorization: Vectorization = "sync"
