@@ -11,11 +11,9 @@ Finished trainings are lines of `--ledger` and are not repeated, so the command 
 stopped at any time.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from time import monotonic, process_time
+from time import process_time
 from typing import Any, Final
 
 import gymnasium
@@ -23,7 +21,7 @@ import numpy as np
 from gymnasium import Env
 
 from benchmarks import timing
-from benchmarks.rl import OURS, Counted, Counter, Training, filled, read
+from benchmarks.rl import OURS, Counted, Counter, Training, filled, train_missing
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 
@@ -59,18 +57,13 @@ def run(
     """
     if timing.QUICK:
         return report([train("Pendulum-v1", OURS, 0, 4_096)])
-    file, began = Path(ledger), monotonic()
-    for seed in range(seeds):
-        for task in tasks.split(","):
-            for side in sides.split(","):
-                done = {(t.task, t.side, t.seed) for t in read(file)}
-                late = monotonic() - began > 60.0 * minutes
-                if late or (task, side, seed) in done:
-                    continue
-                training = train(task, side, seed, TASKS[task])
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(asdict(training)) + "\n")
-    return report(read(file))
+    todo = [
+        (task, side, seed, TASKS[task])
+        for seed in range(seeds)
+        for task in tasks.split(",")
+        for side in sides.split(",")
+    ]
+    return report(train_missing(Path(ledger), todo, train, minutes))
 
 
 def train(task: str, side: str, seed: int, steps: int, **options: Any) -> Training:  # noqa: ANN401

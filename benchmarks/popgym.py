@@ -11,12 +11,10 @@ them takes, measured with random actions.
 lines of `--ledger` and are not repeated, so the command can be stopped at any time.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from time import monotonic, process_time
+from time import process_time
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +31,7 @@ from benchmarks.rl import (
     Counter,
     Make,
     Training,
-    read,
+    train_missing,
 )
 from benchmarks.timing import Report
 from esper.rl.ppo import PPO
@@ -69,18 +67,13 @@ def run(
     """
     if timing.QUICK:
         return report([train("RepeatPreviousEasy", OURS, 0, 4_096)])
-    file, began = Path(ledger), monotonic()
-    for seed in range(seeds):
-        for task in tasks.split(","):
-            for side in sides.split(";"):
-                done = {(t.task, t.side, t.seed) for t in read(file)}
-                late = monotonic() - began > 60.0 * minutes
-                if late or (task, side, seed) in done:
-                    continue
-                training = train(task, side, seed, TOTAL)
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps(asdict(training)) + "\n")
-    return report(read(file))
+    todo = [
+        (task, side, seed, TOTAL)
+        for seed in range(seeds)
+        for task in tasks.split(",")
+        for side in sides.split(";")
+    ]
+    return report(train_missing(Path(ledger), todo, train, minutes))
 
 
 def make(task: str) -> Env[Any, Any]:

@@ -15,7 +15,7 @@ be stopped at any time. `--minutes` ends it after the training that is under way
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic, process_time
@@ -125,19 +125,38 @@ def run(
     minutes: float = 1e9,
 ) -> Report:
     """Train what the ledger does not have yet, then say and draw what it has."""
-    file, began = Path(ledger), monotonic()
+    file = Path(ledger)
     if timing.QUICK:
         return report([train("CartPole", OURS, 0, 4_096)])
-    for name, side, seed in wanted():
-        done = {(t.task, t.side, t.seed) for t in read(file)}
-        if (name, side, seed) in done or monotonic() - began > 60.0 * minutes:
-            continue
-        training = train(name, side, seed, TASKS[name].steps)
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(training)) + "\n")
-    trainings = read(file)
+    todo = [(*one, TASKS[one[0]].steps) for one in wanted()]
+    trainings = train_missing(file, todo, train, minutes)
     draw(trainings, Path(plot))
     return report(trainings)
+
+
+def train_missing(
+    file: Path,
+    todo: Iterable[tuple[str, str, int, int]],
+    train: Callable[[str, str, int, int], Training],
+    minutes: float,
+) -> list[Training]:
+    """Train what a ledger lacks, line by line, and return all that it has.
+
+    Args:
+        file: The ledger.
+        todo: Task, side, random seed and steps of each training.
+        train: Makes one training from these.
+        minutes: Start no further training after this time.
+    """
+    began = monotonic()
+    for task, side, seed, steps in todo:
+        done = {(t.task, t.side, t.seed) for t in read(file)}
+        if (task, side, seed) in done or monotonic() - began > 60.0 * minutes:
+            continue
+        training = train(task, side, seed, steps)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(training)) + "\n")
+    return read(file)
 
 
 def wanted() -> list[tuple[str, str, int]]:

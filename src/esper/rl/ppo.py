@@ -341,7 +341,7 @@ class PPO(Stateful):
                 `env_steps` again as in a new agent. Weights and statistics are kept.
             progress: Show a progress bar.
             callback: A function of the record of every update, which ends learning by
-                returning False; an `esper.callbacks.Callback`; or a list of them.
+                returning False; a `Callback` as in `esper.rl.callbacks`; or a list.
             logger: Where metrics go: the folder of a run, which also gets the agent; a
                 name such as "tensorboard" or "csv:FOLDER"; an object with
                 `log(values, step)`; or a list of them.
