@@ -83,7 +83,7 @@ def interrupted(call, moment, files):
 
 
 @pytest.mark.parametrize("moments", [4, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", ["plant", "prune"])
+@pytest.mark.parametrize("op", ["plant", "prune", "keep"])
 def test_an_interrupt_at_any_line_leaves_all_or_nothing(
     op, moments, answered_interrupts
 ):
@@ -93,6 +93,8 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
         "optimiser.py",
         "seed_modules.py",
         "growth/model.py",
+        "folding.py",
+        "host_layers.py",
     )
     grower = grown()
     grower.step(metric=0.5)
@@ -101,9 +103,12 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
     def change():
         if op == "plant":
             grower.plant("second->last#1", "widen_8", tempo="AT_ONCE")
+        elif op == "keep":
+            grower.keep("first->second#0")
         else:
             grower.prune("first->second#0")
 
+    outputs = grower.model.example_outputs()
     lines = interrupted(change, 0, files)
     assert lines > 200
     for part in range(moments):
@@ -111,6 +116,15 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(
         with pytest.raises(KeyboardInterrupt):
             interrupted(change, 1 + part * (lines - 1) // moments, files)
         assert consistent(grower), part
+        if op == "keep":  # whole or not at all: with the same output
+            host = grower.model.host
+            widths = host.first.out_features, host.second.in_features
+            assert widths in ((12, 12), (20, 20)), part
+            held = [g for g in host.first.parameters() if g in grower.optimizer.state]
+            for parameter in held:
+                moment = grower.optimizer.state[parameter]["exp_avg"]
+                assert moment.shape == parameter.shape, part
+            torch.testing.assert_close(grower.model.example_outputs(), outputs)
     train(grower, range(2))
 
 

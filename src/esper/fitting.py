@@ -77,7 +77,7 @@ def fit(
     learning_rate: float = 3e-3,
     controller: ControllerChoice = "early",
     metric: Callable[[nn.Module], float] | None = None,
-    budget: float = 2.0,
+    budget: float = 8.0,
     progress: bool = True,
     **options: Any,  # noqa: ANN401
 ) -> Fitted:
@@ -169,7 +169,7 @@ def fit(
                     )
                     bar.update(name, epoch, epochs, text)
     except BaseException:
-        grower.model.detach()
+        grower.model.seeds.detach()
         raise
     return Fitted(
         grower.export().eval(), tuple(grower.history), grower.summary(), grower

@@ -1,14 +1,17 @@
 """Grow a network in your own training loop.
 
-    grower = esper.Grower(model, optimizer, slots=["fc1->fc2"], example=x)
+    grower = esper.Grower(model, optimizer, example=x)
     for epoch in range(epochs):
         for x, y in loader:
-            loss = grower.loss(lambda: criterion(model(x), y))
+            loss = criterion(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         grower.step(metric=accuracy())
     grown = grower.export()
+
+Seeds that are kept become a part of the host's own layers. Only seeds that train in a
+shadow pass need `loss = grower.loss(lambda: criterion(model(x), y))`.
 
 `Grower` combines a `GrowingModel`, a controller and your optimizer. It updates the
 optimizer state when the topology changes and keeps non-finite values out of the
@@ -62,6 +65,7 @@ from esper.tamiyo.rule_based import explain_no_planting
 MAX_BATCHES_WITHOUT_SEEDS: Final = 20
 """Consecutive batches that bypass all seeds before `loss` raises an error."""
 DEFAULT_DECISIONS: Final = 30
+Keeps = Callable[[Observation], Tensor]
 _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "controller": lambda x: (
         x is None or isinstance(x, Tensor | tuple | list | dict | int | float)
@@ -70,6 +74,7 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "losses": lambda x: all(isinstance(y, Tensor) and y.numel() == 1 for y in x or ()),
     "flags": lambda x: isinstance(x, list) and [*map(type, x)] == [bool] * 3,
     "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
+    "host": lambda x: isinstance(x, list) and [*map(type, x)] == [int] * 2,
     "by_hand": lambda x: isinstance(x, list),
 }
 """Entries of a saved state that loading would accept with invalid values."""
@@ -113,11 +118,11 @@ class Grower(NamedOps):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        slots: Sequence[str] | str,
+        slots: Sequence[str] | str = "auto",
         *,
         example: Example,
         controller: ControllerChoice = "early",
-        budget: float | int = 2.0,
+        budget: float | int = 8.0,
         decisions: int | None = None,
         stop: Stop = "end",
         rent: float = 0.0,
@@ -180,8 +185,7 @@ class Grower(NamedOps):
                 EsperWarning,
                 stacklevel=2,
             )
-        host = self.model.analysis.parameters
-        self.budget: float = budget if isinstance(budget, float) else budget / host
+        self._budget = budget
         self.decisions = None if stop == "anytime" else decisions or DEFAULT_DECISIONS
         self.rent = rent
         if isinstance(budget, int):
@@ -229,6 +233,13 @@ class Grower(NamedOps):
         self._has_warned = False
         self._by_hand: set[int] = set()
         """Slots with seeds planted by hand, which the controller must not change."""
+
+    @property
+    def budget(self) -> float:
+        """Limit of added parameters as a multiple of the host's."""
+        given = self._budget
+        host = self.model.analysis.parameters
+        return given if isinstance(given, float) else given / host
 
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
         """Return the loss of one batch; call `backward` on it as usual.
@@ -319,14 +330,9 @@ class Grower(NamedOps):
         self._batches = 0
         if not self._used_loss:
             self._skip_training()
-        observation = observe(
-            self.model,
-            track,
-            horizon=self.decisions,
-            compute=self._compute,
-            budget=self.budget,
-            rent=self.rent,
-        )
+        observation = self._observe(track)
+        if self._keep_held(observation):
+            observation = self._observe(track)
         masks = compute_masks(observation, self.model.spec)
         masks = without_slots(masks, self._slots_by_hand())
         actions, state = self.controller.decide(
@@ -365,8 +371,48 @@ class Grower(NamedOps):
             self.safety.topology_changed()
             return decision
 
+    def _observe(self, track: Track) -> Observation:
+        return observe(
+            self.model,
+            track,
+            horizon=self.decisions,
+            compute=self._compute,
+            budget=self.budget,
+            rent=self.rent,
+        )
+
+    def _keep_held(self, observation: Observation) -> bool:
+        """Keep seeds if the controller never prunes them; returns whether it did.
+
+        A seed has trained since the last decision, so that its moments are known.
+        """
+        keeps: Keeps | None = getattr(self.controller, "keeps", None)
+        if keeps is None or not bool(keeps(observation)[0]):
+            return False
+        states, by_hand = self.model.states, self._slots_by_hand()
+        held = (states.stage == Stage.HOLDING) & (states.age > 0)
+        slots = [s for s in held[0].nonzero().flatten().tolist() if s not in by_hand]
+        return self._keep(slots)
+
+    def _keep(self, slots: Sequence[int]) -> bool:
+        with uninterrupted():
+            if slots:
+                self.model.keep_seeds(slots)
+                self._snapshot()
+        return bool(slots)
+
+    def finish(self) -> None:
+        """End growth: fold active seeds at their alphas, and remove the others.
+
+        The network is then a plain one, apart from seeds that do not fold.
+        """
+        self._check_current()
+        with uninterrupted():
+            self.model.finish()
+            self._snapshot()
+
     def export(self, *, merge: bool = True) -> nn.Module:
-        """Return a plain module with the same outputs as the grown host."""
+        """Return a plain copy with the same outputs as the grown host."""
         return export(self.model, merge=merge)
 
     def follow(self, average: nn.Module) -> None:
@@ -395,13 +441,15 @@ class Grower(NamedOps):
         return self.summary()
 
     def detach(self) -> None:
-        """Remove seeds and hooks from the host and the optimizer."""
+        """Finish growth and leave the host and the optimizer, which keep what grew.
+
+        Wrap the host in a new `DistributedDataParallel` afterwards.
+        """
         if self.model.is_replaced:
             return
         with uninterrupted():
-            self._surgery.leave([*self._surgery.joined])
-            self._surgery.detach()
             self.model.detach()
+            self._surgery.detach()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume bitwise, as plain data and tensors.
@@ -421,6 +469,8 @@ class Grower(NamedOps):
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
+            "host": [self.model.analysis.parameters, self.model.analysis.macs],
+            "sizes": {n: [*shape] for n, shape in self.model.seeds.sizes.items()},
             "groups": self._surgery.names(),
             "optimizer": self.optimizer.state_dict(),
             "governor": monitor.state_dict() if monitor else None,
@@ -490,6 +540,11 @@ class Grower(NamedOps):
             self.model.load_state_dict(state["model"])
         finally:
             self.model.after_load = self._after_load
+        parameters, macs = state["host"]
+        known = self.model.analysis
+        self.model.analysis = replace(known, parameters=parameters, macs=macs)
+        sizes = state["sizes"].items()
+        self.model.seeds.sizes = {name: torch.Size(shape) for name, shape in sizes}
         named = dict(self.model.host.named_parameters())
         self._surgery.restore(state["groups"], named)
         # Optimizers keep and change the tensors that they are given.
@@ -597,7 +652,7 @@ class Grower(NamedOps):
             receipt = self.model.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
                 self._by_hand.add(self.model.index(slot))
-            self.safety.topology_changed()
+            self._snapshot() if op is Op.FOSSILIZE else self.safety.topology_changed()
         return receipt
 
     def _slots_by_hand(self) -> set[int]:

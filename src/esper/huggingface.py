@@ -14,6 +14,7 @@ config cannot describe the sizes, `save_pretrained` raises an error.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from io import BytesIO
@@ -31,6 +32,7 @@ from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import described, short
 from esper.files import Disk, open_regular, publish, require_readable
 from esper.grower import Grower
+from esper.growth.analysis.host_layers import fit_sizes
 from esper.growth.analysis.tracing import Example, kept_randomness
 from esper.growth.measurements import Mode
 from esper.growth.saving.export import Branches
@@ -200,7 +202,7 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         assert self._unwrap is not None
         self._unwrap()
         self._unwrap = None
-        if not self.grower.model.seeds:
+        if not self.grower.model.parameters_added:
             self.grower.detach()
             return
         try:
@@ -218,6 +220,8 @@ class GrowCallback(TrainerCallback):  # type: ignore[misc]
         for name in [name for name in state if name.startswith(f"{NAME}.")]:
             del state[name]
             self._dropped = True
+        with suppress(InvalidInputError):  # torch refuses another model itself
+            fit_sizes(model, state)
 
     def _resume(self, output: Path, step: int) -> None:
         """Load the state that `on_save` has written."""
@@ -260,11 +264,6 @@ def merge_into_model(grower: Grower) -> nn.Module:
     except InvalidInputError as error:
         raise InvalidInputError(f"{error}, so {KEEPS_SEEDS}.") from error
     grower.detach()
-    modules = dict(model.named_modules())
-    for name, module in plain.named_modules():
-        own = modules[name]
-        own._parameters, own._buffers = module._parameters, module._buffers
-        own.__dict__.update({k: v for k, v in vars(module).items() if type(v) is int})
     for key in WIDTH_FIELDS:
         if hasattr(sized, key):
             setattr(config, key, getattr(sized, key))
@@ -272,9 +271,10 @@ def merge_into_model(grower: Grower) -> nn.Module:
 
 
 def _save(model: Any, why: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-    """`save_pretrained` of a model that keeps its seeds."""
-    if grown_part(model):
-        raise InvalidInputError(f"from_pretrained would not load the seeds: {why}")
+    """`save_pretrained` of a model that keeps seeds, or sizes that no config has."""
+    config = getattr(model, "config", None)
+    if grown_part(model) or _shapes(model) != _shapes(_built(model, config)):
+        raise InvalidInputError(f"from_pretrained would not load what grew: {why}")
     type(model).save_pretrained(model, *args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.contracts.blueprints import BLUEPRINTS, Form
-from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.growth.blueprints.registry import blueprint, misfit
 from esper.growth.model import GrowingModel
@@ -530,12 +530,6 @@ def uncopyable():
     return model
 
 
-def detached():
-    model = mixed()
-    model.detach()
-    return model
-
-
 def outside():
     model = grow(Outside, (3, 4), ["fc"])
     hold(model, "fc#0", "low_rank_4")
@@ -545,7 +539,6 @@ def outside():
 @pytest.mark.parametrize(
     ("make", "error", "reason"),
     [
-        (detached, InvalidStateError, "detach"),
         (outside, InvalidInputError, "does not answer like the host"),
         (uncopyable, InvalidInputError, "cannot be copied"),
     ],

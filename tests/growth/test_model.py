@@ -206,13 +206,15 @@ def test_a_model_with_other_slots_is_not_loaded():
         other.load_state_dict(other.host.state_dict())
 
 
-def test_detaching_leaves_the_host_bare():
+def test_detaching_leaves_a_plain_host_that_keeps_what_grew():
     model = grow("vector")
-    bare = model.example_outputs()[0]
     move_to(model, "first->second#0", "widen_8", "HOLDING")
     shake(model)
+    grown = model.example_outputs()[0]
+    model.plant("first->second#1", "widen_8")  # in training: not a part of the output
     model.detach()
-    assert torch.equal(bare, model.example_outputs()[0])
+    torch.testing.assert_close(grown, model.example_outputs()[0])
+    assert model.host.first.out_features == 20
     assert not any(
         module._forward_hooks or module._forward_pre_hooks
         for module in model.host.modules()

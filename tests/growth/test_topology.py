@@ -65,7 +65,7 @@ def test_the_summary_lists_changes_reasons_and_incidents():
         "note: a note",
     ):
         assert part in page
-    assert "no seed is planted" in summary(grow("vector"), [])
+    assert "nothing has grown" in summary(grow("vector"), [])
 
 
 def test_actions_go_to_numbers_and_to_words():

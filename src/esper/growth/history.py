@@ -8,6 +8,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
+from esper.growth.analysis.host_layers import units_of
 from esper.growth.blueprints.registry import Cost
 from esper.growth.model import GrowingModel, Receipt
 
@@ -106,14 +107,21 @@ def summary(
 def _seeds(model: GrowingModel) -> list[str]:
     wide = max(map(len, model.slots))
     lines = []
+    for place in model.analysis.places:
+        if place.geometry.spans:
+            before = model.seeds.units_before(place)
+            if before != (now := units_of(place.inlet)):
+                lines.append(f"  {place.site.name:<{wide}}  {before} -> {now} units")
     for slot, name in enumerate(model.slots):
         stage = model.stage(name)
         if stage is not Stage.DORMANT:
             kind = model.seeds.blueprint_of(slot).name
             alpha = float(model.states.alpha[0, slot])
+            why = model.why_branches.get(slot, "")
             lines.append(
                 f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"
+                + (f"  (a branch: {why})" if why else "")
             )
     if (more := len(lines) - MAX_SEEDS_LISTED) > 0:
         lines[MAX_SEEDS_LISTED:] = [f"  ({more} more)"]
-    return lines or ["  no seed is planted"]
+    return lines or ["  nothing has grown"]

@@ -57,9 +57,11 @@ class Branch:
 class Flow:
     """Settings of the next forward pass, shared by all places of a host.
 
-    `shadow`, `left_out` and `tried` hold in one thread only.
+    `muted`, `shadow`, `left_out` and `tried` hold in one thread only.
     """
 
+    muted: bool = False
+    """Whether no seed is active."""
     shadow: bool = False
     """Whether TRAINING seeds are active, at alpha 1."""
     left_out: int | None = None
@@ -306,7 +308,7 @@ class SlotHooks:
         if slot in flow.failed:
             return 0.0
         if flow.thread == get_ident():
-            if slot == flow.left_out:
+            if flow.muted or slot == flow.left_out:
                 return 0.0
             if slot == flow.tried or (branch.shadow and flow.shadow):
                 return 1.0

@@ -12,6 +12,8 @@ is delayed. Only `tick` advances time: then seeds train, blend and hold at their
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from math import inf, prod
 from numbers import Integral
 from typing import Any, Final
@@ -28,22 +30,31 @@ from esper.contracts.errors import IllegalActionError, InvalidInputError, unknow
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth import lifecycle
-from esper.growth.analysis.host_layers import units_of
+from esper.growth.analysis.host_layers import restore_sizes, units_of
 from esper.growth.analysis.slots import (
     HostAnalysis,
     InsertionPoint,
     analyse_host,
     choose_slots,
+    insertion_point,
 )
-from esper.growth.analysis.tracing import Example, eval_outputs
+from esper.growth.analysis.tracing import (
+    Example,
+    Trace,
+    batch_size,
+    call,
+    count_macs,
+    eval_outputs,
+    isolated,
+)
 from esper.growth.blueprints.forms import FormSeed, Layer
 from esper.growth.blueprints.registry import Cost, cost, find, misfit
 from esper.growth.distributed import DistributedContext
 from esper.growth.hooks import ADD, Change
 from esper.growth.lifecycle import SeedStates
 from esper.growth.optimiser import OptimizerSurgery
-from esper.growth.saving.export import why_units_do_not_fold
-from esper.growth.saving.folding import why_no_merge
+from esper.growth.saving.export import difference, plan, why_units_do_not_fold
+from esper.growth.saving.folding import ActiveSeed, Reading, folded, why_no_merge
 from esper.growth.saving.saved_topology import NAME
 from esper.growth.seed_modules import (
     SeedModules,
@@ -55,6 +66,8 @@ from esper.growth.seed_modules import (
     uninterrupted,
 )
 
+GRADIENTS: Final = "gradients"
+FOLDED: Final = "folded into its layers"
 OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
 """Ops of a controller; seeds advance by their tempo, or by hand."""
 
@@ -87,6 +100,10 @@ class Receipt:
         """One line."""
         what = f" {self.blueprint}" if self.blueprint else ""
         return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
+
+
+class FoldError(Exception):
+    """Seeds cannot be folded; nothing has changed."""
 
 
 class NamedOps:
@@ -154,7 +171,10 @@ class NamedOps:
         return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
 
     def keep(self, slot: str) -> Receipt:
-        """Fossilise a holding seed: it can no longer be pruned."""
+        """Keep a holding seed for good: fold it into the host's own layers.
+
+        Its slot is free again. A seed that does not fold stays a branch.
+        """
         return self._op(Op.FOSSILIZE, slot)
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
@@ -250,6 +270,10 @@ class GrowingModel(nn.Module, NamedOps):
         self.merge_only = merge_only
         self.example: Example = example
         self.batches_per_tick = tick
+        self.base = Cost(self.analysis.parameters, self.analysis.macs)
+        """Current cost of the host without its seeds."""
+        self.why_branches: dict[int, str] = {}
+        """Why kept seeds are not folded, by slot."""
         self.surgery: OptimizerSurgery | None = None
         """Adds seeds to the optimiser, if there is one."""
         self.ranks = DistributedContext()
@@ -304,6 +328,9 @@ class GrowingModel(nn.Module, NamedOps):
         after, done = lifecycle.act(states, actions, min_age, self.batches_per_tick)
         if not bool(done):
             raise IllegalActionError(self._why_not(op, index))
+        self.why_branches.pop(index, None)
+        if op is Op.FOSSILIZE:
+            return self.keep_seeds([index])[0]
         before, without = self.example_outputs(), list[Tensor]()
         if op is Op.PRUNE:  # it fades later; the receipt holds the total change
             with self.flow.using(left_out=index):
@@ -318,23 +345,137 @@ class GrowingModel(nn.Module, NamedOps):
             without[:] = without or self.example_outputs()
 
         self.follow(change)
-        kinds = (int(s.blueprint[0, index]) for s in (states, self.states))
-        kind = max(kinds)
-        receipt = Receipt(
-            op=op.name,
-            slot=self.slots[index],
-            blueprint=self.spec.blueprints[kind].name if kind >= 0 else "",
-            jump=_jump(before, without),
-        )
-        self.receipts.append(receipt)
-        self._record_stages(states.stage, op.name)
-        return receipt
+        self.record_stages(states.stage, op.name)
+        known = max(states, self.states, key=lambda s: int(s.blueprint[0, index]))
+        return self._receipt(op, index, known, _jump(before, without))
+
+    def _receipt(self, op: Op, slot: int, states: SeedStates, jump: float) -> Receipt:
+        kind = int(states.blueprint[0, slot])
+        name = self.spec.blueprints[kind].name if kind >= 0 else ""
+        self.receipts.append(Receipt(op.name, self.slots[slot], name, jump))
+        return self.receipts[-1]
+
+    def keep_seeds(self, slots: Sequence[int]) -> list[Receipt]:
+        """Keep holding seeds: those that fold are folded, the others stay branches."""
+        states, before = self.states, self.example_outputs()
+        whys = self.fold(slots)
+        for slot in slots:
+            now = self.states.stage
+            kept = now.clone()
+            kept[0, slot] = Stage.FOSSILIZED
+            self._record_change(slot, states.stage, kept, Op.FOSSILIZE.name)
+            self.why_branches.pop(slot, None)
+            if slot in whys:
+                self.why_branches[slot] = whys[slot]
+                age = self.states.age.clone()
+                age[0, slot] = 0
+                self.seeds.states = replace(self.states, stage=kept, age=age)
+            else:
+                self._record_change(slot, kept, now, FOLDED)
+        jump = _jump(before, self.example_outputs())
+        return [self._receipt(Op.FOSSILIZE, slot, states, jump) for slot in slots]
+
+    def fold(self, slots: Collection[int], *, rewrap: bool = False) -> dict[int, str]:
+        """Fold seeds into the host's own layers at their alphas.
+
+        Returns why others stay branches, by slot. Parameters of the host stay the same
+        objects and get more rows or columns, so `DistributedDataParallel` must wrap
+        the host again: with several ranks, nothing folds without `rewrap`.
+        """
+        living = self.seeds.living_seeds()
+        waits = {
+            one.slot: "it is not kept yet" for one in living if one.slot not in slots
+        }
+        if self.ranks.many and not rewrap:
+            waits |= dict.fromkeys(slots, "DistributedDataParallel keeps old sizes")
+        frozen = [one for one in living if self._is_frozen(one)]
+        waits |= {one.slot: "its layers are frozen" for one in frozen}
+        reasons = plan(living, waits, together=False)
+        folds = [one for one in living if one.slot not in reasons]
+        if problem := self._fold(folds):
+            # Fold one place after the other, where that works.
+            for _, group in groupby(folds, key=lambda one: one.place.site):
+                alone = [*group]
+                if len(alone) < len(folds):
+                    problem = self._fold(alone)
+                reasons |= {one.slot: problem for one in alone if problem}
+        return {slot: reasons[slot] for slot in slots if slot in reasons}
+
+    def _is_frozen(self, one: ActiveSeed) -> bool:
+        """Whether a layer that would take up a seed is not trained."""
+        layers = (*one.place.first_layers(self.host).values(), one.place.outlet)
+        held = [p for layer in layers for p in layer.parameters(recurse=False)]
+        return not all(p.requires_grad for p in held)
+
+    def _fold(self, folds: Sequence[ActiveSeed]) -> str:
+        """Fold seeds with gradients and moments; returns why not, empty if it did."""
+        if not folds:
+            return ""
+        slots, surgery = [one.slot for one in folds], self.surgery
+        stays = [one for one in self.seeds.living_seeds() if one.slot not in slots]
+        names = {module: name for name, module in self.host.named_modules()}
+        readings = {GRADIENTS: Reading(lambda p: p.grad, power=-1)}
+        if surgery is not None:
+            readings |= surgery.moments()
+        read = partial(folded, self.host, names, folds, living=stays)
+        changed = read()
+        if any(getattr(module, name) is None for module, name in changed):
+            return "its layer has no bias that could take up the shift"
+        found = {key: read(reading=reading) for key, reading in readings.items()}
+        expected = self.example_outputs()
+        before = {at: getattr(*at).shape for at in changed}
+
+        def change() -> None:
+            self.seeds.fold(slots)
+            gradients = found.pop(GRADIENTS)
+            for (module, name), value in gradients.items():
+                parameter = getattr(module, name)
+                parameter.grad = value.to(parameter)
+            if surgery is not None:
+                now = {getattr(*at): shape for at, shape in before.items()}
+                resized = [p for p, shape in now.items() if p.shape != shape]
+                surgery.put_moments(resized, found)
+            self.measure_host(stays)
+            if why := difference(expected, self.example_outputs()):
+                raise FoldError(why)
+
+        norms = [norm for one in folds for norm, _ in one.norms(self.host, names)]
+        touched = {*(module for module, _ in changed), *norms}
+        try:
+            self.follow(change, [restore_sizes(touched)], slots)
+        except FoldError as error:
+            return str(error)
+        return ""
+
+    def measure_host(self, living: Sequence[ActiveSeed] = ()) -> None:
+        """Update the geometry of all places and the cost after layers were resized.
+
+        `living` are the seeds that must fit the new geometry.
+        """
+        sites = [place.site for place in self.seeds.places]
+        ends = [end for site in sites for end in (site.inlet, site.outlet)]
+        muted = self.flow.using(muted=True)
+        with muted, isolated(self.host, training=False), torch.no_grad():
+            trace = Trace(self.host, ends, self.example)
+            macs = count_macs(lambda: call(self.host, self.example))
+        found = {site.name: insertion_point(site, trace).geometry for site in sites}
+        for one in living:
+            old, new = one.place.geometry, found[one.place.site.name]
+            shapes = [(at.inlet_shape, at.outlet_shape) for at in (old, new)]
+            widens = isinstance(one.seed, FormSeed) and one.seed.widens
+            if shapes[0] != shapes[1] and not widens:
+                raise FoldError(f"branch {one.name} reads or adds to its units")
+        self.seeds.resize(found)
+        self.analysis = replace(self.analysis, places=self.seeds.places)
+        parameters = sum(p.numel() for p in host_parameters(self.host).values())
+        self.base = Cost(parameters, macs // max(1, batch_size(self.example)))
+        self._prices.clear()
 
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
         """Advance stages and alphas by some batches and, with `decision`, the ages."""
         stages = self.states.stage
         self.follow(lambda: self._pass(batches, decision=decision))
-        self._record_stages(stages, "")
+        self.record_stages(stages, "")
 
     def _pass(self, batches: int, *, decision: bool) -> None:
         passed = torch.tensor([batches])
@@ -348,23 +489,28 @@ class GrowingModel(nn.Module, NamedOps):
         empty = SeedStates.empty(*gone.shape)
         after = lifecycle.select(gone, empty, self.states)
         self.follow(lambda: self.seeds.apply_states(after))
-        self._record_stages(stages, reason)
+        self.record_stages(stages, reason)
 
-    def _record_stages(self, before: Tensor, reason: str) -> None:
+    def record_stages(self, before: Tensor, reason: str) -> None:
         """Record an event for every slot whose stage changed."""
         after = self.states.stage
         for slot in (before[0] != after[0]).nonzero().flatten().tolist():
-            now = Stage(int(after[0, slot]))
-            self.events.append(
-                StageChanged(
-                    env=0,
-                    slot=slot,
-                    step=self.step,
-                    before=Stage(int(before[0, slot])),
-                    after=now,
-                    reason=reason or PASSED[now],
-                )
+            self._record_change(slot, before, after, reason)
+
+    def _record_change(
+        self, slot: int, before: Tensor, after: Tensor, reason: str
+    ) -> None:
+        now = Stage(int(after[0, slot]))
+        self.events.append(
+            StageChanged(
+                env=0,
+                slot=slot,
+                step=self.step,
+                before=Stage(int(before[0, slot])),
+                after=now,
+                reason=reason or PASSED[now],
             )
+        )
 
     def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
         """Return receipts and events since the last call."""
@@ -386,11 +532,22 @@ class GrowingModel(nn.Module, NamedOps):
             self._join(surgery, seeds, {*surgery.joined})
         return surgery
 
-    def follow(self, change: Change) -> None:
-        """Change topology, optimiser and copies of the host; all or nothing."""
+    def follow(
+        self,
+        change: Change,
+        undo_steps: Sequence[Change] = (),
+        folds: Collection[int] = (),
+    ) -> None:
+        """Change topology, optimiser and copies of the host; all or nothing.
+
+        Args:
+            change: Changes the host and its seeds.
+            undo_steps: Undo what the restore points of seeds and optimiser do not.
+            folds: Slots whose seeds are folded; copies fold their own.
+        """
         surgery = self.surgery
         with uninterrupted():
-            undo = [self.seeds.restore_point()]
+            undo = [self._measured_before(), self.seeds.restore_point(), *undo_steps]
             if surgery is not None:
                 undo.append(surgery.restore_point())
             before = self.seed_parameters()
@@ -403,7 +560,21 @@ class GrowingModel(nn.Module, NamedOps):
                     self._join(surgery, after, {*before.values()})
             for copy, twins in self._copies:
                 if (living := copy()) is not None:
+                    if folds:
+                        living.fold(folds)
+                        for slot in folds:
+                            del twins[f"slot_{slot}"]
                     living.mirror(self.seeds, twins)
+
+    def _measured_before(self) -> Change:
+        """Return a function that restores what `measure_host` sets."""
+        analysis, base = self.analysis, self.base
+
+        def put_back() -> None:
+            self.analysis, self.base = analysis, base
+            self._prices.clear()
+
+        return put_back
 
     def add_copy(self, module: nn.Module) -> None:
         """Let a copy of the host, such as an average, grow with it from now on."""
@@ -507,17 +678,17 @@ class GrowingModel(nn.Module, NamedOps):
             for slot, branch in hooks.branches.items()
             if not (active or exported) or (branch.alpha > 0 and not branch.shadow)
         }
-        total = Cost(self.analysis.parameters, self.analysis.macs)
-        folded = {slot for slot in counted if exported and self._is_linear(slot)}
+        total = self.base
+        linear = {slot for slot in counted if exported and self._is_linear(slot)}
         new_biases = {
             self.place(slot).outlet
-            for slot in folded
+            for slot in linear
             if self.seeds.blueprint_of(slot).form is Form.SCALE_SHIFT
             and self.place(slot).outlet._parameters.get("bias") is None
         }
         for layer in new_biases:
             total += Cost(units_of(layer), 0)
-        counted -= folded
+        counted -= linear
         return sum((self.cost_of(slot, counted) for slot in counted), total)
 
     def _is_linear(self, slot: int) -> bool:
@@ -546,7 +717,7 @@ class GrowingModel(nn.Module, NamedOps):
 
     @property
     def parameters_added(self) -> int:
-        """Parameters of all seeds."""
+        """Parameters of all seeds, folded or not."""
         return self.count().parameters - self.analysis.parameters
 
     @property
@@ -580,9 +751,27 @@ class GrowingModel(nn.Module, NamedOps):
         """Output on the example in eval mode; the model does not change."""
         return eval_outputs(self, self.example)
 
+    def finish(self) -> None:
+        """Fold active seeds at their alphas and remove those in TRAINING.
+
+        The host is a plain network then, apart from seeds that do not fold.
+        """
+        stages = self.states.stage
+        for one in self.seeds.living_seeds():
+            if one.branch.shadow or one.branch.alpha == 0.0:
+                self.remove(one.slot, "growth is finished")
+        living = [one.slot for one in self.seeds.living_seeds()]
+        self.why_branches = self.fold(living, rewrap=True)
+        folded = [slot for slot in living if slot not in self.why_branches]
+        for slot in folded:
+            self._record_change(slot, stages, self.states.stage, FOLDED)
+
     def detach(self) -> None:
-        """Remove seeds and hooks from the host; its own weights stay as they are."""
-        self.seeds.detach()
+        """Finish growth and leave the host; seeds that do not fold stay branches."""
+        self.finish()
+        self.flow.owner_ref = None
+        if not len(self.seeds):
+            self.seeds.detach()
 
     def _why_not(self, op: Op, slot: int) -> str:
         stage = Stage(int(self.states.stage[0, slot])).name

@@ -5,7 +5,8 @@ hyperparameters apply to it at once. The state of other parameters does not chan
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Final
 from weakref import finalize, ref
 
 import torch
@@ -14,7 +15,15 @@ from torch.optim import LBFGS, SGD, Adagrad, Muon, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.growth.saving.folding import Reading, Tensors
 
+MOMENTS: Final = {
+    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg"), 1),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
+}
+"""Power of the gradient in entries of an optimiser's state."""
+CORRECTED: Final = {"exp_avg": 0, "exp_avg_sq": 1, "max_exp_avg_sq": 1}
+"""Entries that Adam divides by 1 - beta^step, and the index of their beta."""
 StepCall = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of `step`: the optimiser, and possibly a closure."""
 
@@ -86,6 +95,72 @@ class OptimizerSurgery:
         for parameter in leaving:
             del self.joined[parameter]
             self.optimizer.state.pop(parameter, None)
+
+    def moments(self) -> dict[str, Reading]:
+        """How to fold each entry of the state that has the shape of its parameter.
+
+        Adam has one step per parameter and seeds are younger, so their moments are
+        read after the bias correction. A new entry of a second moment is the mean of
+        the others: with zero, its first steps would be too large.
+        """
+        state = self.optimizer.state
+        keys = {
+            key
+            for parameter, held in state.items()
+            for key, value in held.items()
+            if isinstance(value, Tensor) and value.dim()
+            if value.shape == parameter.shape
+        }
+        return {
+            key: Reading(
+                partial(self._read_moment, key),
+                power=-MOMENTS.get(key, 0),
+                fills_mean=MOMENTS.get(key) == 2,
+            )
+            for key in sorted(keys)
+        }
+
+    def _read_moment(self, key: str, parameter: Tensor) -> Tensor | None:
+        value = self.optimizer.state.get(parameter, {}).get(key)
+        return None if value is None else value / self._correction(key, parameter)
+
+    def _correction(self, key: str, parameter: Tensor) -> float:
+        """Adam's bias correction of an entry; 1 for other entries and optimisers."""
+        step = float(self.optimizer.state[parameter].get("step", 0))
+        groups = self.optimizer.param_groups
+        group = next(g for g in groups if any(p is parameter for p in g["params"]))
+        if key not in CORRECTED or "betas" not in group or not step:
+            return 1.0
+        beta: float = group["betas"][CORRECTED[key]]
+        return float(1.0 - beta**step)
+
+    def put_moments(
+        self, parameters: Iterable[nn.Parameter], moments: Mapping[str, Tensors]
+    ) -> None:
+        """Set the folded state of parameters that have changed their shape.
+
+        Factored moments, as those of Adafactor, start again.
+        """
+        found = {
+            (key, getattr(module, name)): value
+            for key, tensors in moments.items()
+            for (module, name), value in tensors.items()
+        }
+        state = self.optimizer.state
+        for parameter in (p for p in parameters if p in state):
+            held = state[parameter]
+            sized = [k for k, v in held.items() if isinstance(v, Tensor) and v.dim()]
+            new = {
+                key: (found[key, parameter] * self._correction(key, parameter)).to(
+                    held[key]
+                )
+                for key in sized
+                if (key, parameter) in found
+            }
+            if len(new) == len(sized):
+                state[parameter] = {**held, **new}
+            else:
+                del state[parameter]
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function that restores groups and state."""

@@ -236,13 +236,18 @@ class Snapshot:
         self.random = random_state(self._model)
 
     def follow_topology(self) -> None:
-        """Add tensors that are new in the model and drop those that left it."""
-        known, live, state = self.tensors, self._live(), self._state()
+        """Add tensors that are new or resized and drop those that left the model."""
+        live, state = self._live(), self._state()
+        known = {
+            name: held
+            for name, held in self.tensors.items()
+            if name in live and held.shape == live[name].shape
+        }
         self.tensors = {
             name: known[name] if name in known else tensor.detach().clone()
             for name, tensor in live.items()
         }
-        kept = {name: held for name, held in self.state.items() if name in live}
+        kept = {name: held for name, held in self.state.items() if name in known}
         born = {name: held for name, held in state.items() if name not in known}
         self.state = {**kept, **copy.deepcopy(born)}
 

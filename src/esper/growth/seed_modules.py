@@ -8,7 +8,7 @@ all of it, rebuilds the topology and then copies the weights.
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -26,13 +26,15 @@ from esper.contracts.messages import described
 from esper.contracts.stages import Stage
 from esper.files import FORMAT
 from esper.growth import lifecycle
-from esper.growth.analysis.host_layers import units_of
+from esper.growth.analysis.host_layers import fit_sizes, kind_of, units_of
 from esper.growth.analysis.interlayer import new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.blueprints.forms import FORMS, FormSeed, Layer, cross_layer
+from esper.growth.blueprints.geometry import Geometry
 from esper.growth.blueprints.registry import Gated, build, misfit
 from esper.growth.hooks import Branch, Change, Flow, SlotHooks
 from esper.growth.lifecycle import SeedStates
+from esper.growth.saving.folding import ActiveSeed, fold
 from esper.growth.saving.saved_topology import (
     HINT,
     NAME,
@@ -40,6 +42,7 @@ from esper.growth.saving.saved_topology import (
     SavedSeed,
     SavedTopology,
     check_tensors,
+    host_tensors,
     read_topology,
 )
 
@@ -78,6 +81,8 @@ class SeedModules(nn.ModuleDict):
         self.traced = True
         """Whether the places come from a call of the host, not from a file."""
         self.training = host.training
+        self.sizes = {name: t.shape for name, t in host_tensors(host).items()}
+        """Shapes of the host's tensors before any seed was folded."""
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
         """Deep copies of this, in copies of the host."""
@@ -144,7 +149,7 @@ class SeedModules(nn.ModuleDict):
                 end, old = key.split("_")
                 seed.cross[f"{end}_{number[int(old)]}"] = block
         self.rebuild(topology, seeds)
-        self.copies = other.copies
+        self.copies, self.sizes = other.copies, other.sizes
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: copies have no copies."""
@@ -194,6 +199,12 @@ class SeedModules(nn.ModuleDict):
             for other, seed in self.widening_seeds().items()
             if self.place(other) is place
         )
+
+    def units_before(self, place: InsertionPoint) -> int:
+        """Units between the two layers of a place before anything was folded."""
+        shape = self.sizes[f"{place.site.inlet}.weight"]
+        kind = kind_of(place.inlet)
+        return int(shape[1 if kind is not None and kind.transposed else 0])
 
     def sized(self, slot: int, blueprint: Blueprint) -> Blueprint:
         """Blueprint with the size that it has in a slot now."""
@@ -314,11 +325,44 @@ class SeedModules(nn.ModuleDict):
                 weight.uniform_(-bound, bound, generator=self.generator)
             seed.cross[key] = nn.Parameter(weight)
 
+    def living_seeds(self) -> list[ActiveSeed]:
+        """All seeds in order of application."""
+        return [
+            ActiveSeed(slot, self.slots[slot], hooks.place, branch)
+            for hooks in self.hooks
+            for slot, branch in hooks.branches.items()
+        ]
+
+    def fold(self, slots: Collection[int]) -> None:
+        """Fold the values of some seeds into the host and free their slots."""
+        living = self.living_seeds()
+        names = {module: name for name, module in self.host.named_modules()}
+        folds = [one for one in living if one.slot in slots]
+        stays = [one for one in living if one.slot not in slots]
+        fold(self.host, names, folds, stays)
+        gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
+        gone[0, [*slots]] = True
+        empty = SeedStates.empty(*gone.shape)
+        self.apply_states(lifecycle.select(gone, empty, self.states))
+
+    def resize(self, geometries: Mapping[str, Geometry]) -> None:
+        """Set the geometry of places by their names."""
+        self.places = tuple(
+            replace(place, geometry=geometries.get(place.site.name, place.geometry))
+            for place in self.places
+        )
+        for slot_hooks, place in zip(self.hooks, self.places, strict=True):
+            slot_hooks.place = place
+            for branch in slot_hooks.branches.values():
+                if isinstance(branch.seed, FormSeed):
+                    branch.seed.geometry = place.geometry
+
     # All or nothing.
 
     def restore_point(self) -> Change:
         """Return a function that restores seeds, blocks, stages and random stream."""
         seeds, states = dict(self.items()), self.states
+        geometries = {place.site.name: place.geometry for place in self.places}
         crosses = {s: dict(s.cross.items()) for s in self.widening_seeds().values()}
         branches = [
             {slot: replace(branch) for slot, branch in hooks.branches.items()}
@@ -334,6 +378,7 @@ class SeedModules(nn.ModuleDict):
                 seed.cross.update(blocks)
             for hooks, kept in zip(self.hooks, branches, strict=True):
                 hooks.branches = kept
+            self.resize(geometries)
             self.states, self.flow.failed = states, failed
             self.generator.set_state(stream)
 
@@ -349,6 +394,7 @@ class SeedModules(nn.ModuleDict):
         ]:
             del twins[name]
             self.remove_seed(slot_number(name))
+        self.resize({place.site.name: place.geometry for place in other.places})
         for name, seed in other.items():
             if name not in twins:
                 twins[name] = seed
@@ -429,19 +475,37 @@ class SeedModules(nn.ModuleDict):
                 "a growing host loads in place only. Load it without assign=True."
             )
 
+        owner = self.flow.owner
+        shapes = {p: p.shape for p in host_parameters(self.host).values()}
+
         def change() -> None:
+            undo.append(self._fit_sizes(state, prefix))
+            self.resize({place.name: place.geometry for place in topology.places})
             self.rebuild(topology)
             with torch.no_grad():
                 for name, mine in self.host.state_dict().items():
                     value = state.get(f"{prefix}{name}")
                     if isinstance(value, Tensor) and value.shape == mine.shape:
                         mine.copy_(value)
+            resized = [p for p, shape in shapes.items() if p.shape != shape]
+            if owner is not None and resized:
+                owner.measure_host()
+                if owner.surgery is not None:
+                    owner.surgery.put_moments(resized, {})  # of other sizes
 
-        owner = self.flow.owner
         with uninterrupted():
             undo = [self.restore_point(), restore_tensors(self.host)]
             with all_or_nothing(undo):
                 change() if owner is None else owner.follow(change)
+
+    def _fit_sizes(self, state: Mapping[str, Any], prefix: str) -> Change:
+        """Give layers the sizes that they have in a state; returns an undo."""
+        held = {
+            name.removeprefix(prefix): value
+            for name, value in state.items()
+            if name.startswith(prefix)
+        }
+        return fit_sizes(self.host, held, self.sizes)
 
     def _after_load(self, host: nn.Module, keys: Any) -> None:  # noqa: ANN401
         owner = self.flow.owner
@@ -452,8 +516,12 @@ class SeedModules(nn.ModuleDict):
         """Read the topology of a state; raises if it cannot be built here."""
         topology = read_topology(state, prefix)
         if topology is None:
-            if len(self):  # a state from before anything grew
-                check_tensors(self.host, nn.ModuleDict(), state, prefix)
+            undo = self._fit_sizes(state, prefix)
+            try:
+                if len(self):  # a state from before anything grew
+                    check_tensors(self.host, nn.ModuleDict(), state, prefix)
+            finally:
+                undo()
             return SavedTopology(
                 format=FORMAT, places=(), slots=self.slots, seeds=(), generator=""
             )
@@ -466,15 +534,19 @@ class SeedModules(nn.ModuleDict):
         self.check_slots(topology)
         outlines = SeedModules(self.host, self.places, self.slots, self.blueprints)
         outlines.traced = self.traced
+        undo = self._fit_sizes(state, prefix)
         try:
+            outlines.resize({place.name: place.geometry for place in topology.places})
             outlines.rebuild(topology, outlines=True)
+            check_tensors(self.host, outlines, state, prefix)
         except InvalidInputError:
             raise
         except Exception as error:
             raise InvalidInputError(
                 f"the saved seeds cannot be built: {described(error)}"
             ) from error
-        check_tensors(self.host, outlines, state, prefix)
+        finally:
+            undo()
         return topology
 
     def check_slots(self, topology: SavedTopology) -> None:
@@ -493,7 +565,12 @@ class SeedModules(nn.ModuleDict):
                     "among this model's blueprints. Build it with the same."
                 )
             here = self.place(self.slots.index(seed.slot))
-            if places[here.site.name] != here.geometry:
+            saved, now = places[here.site.name], here.geometry
+            shapes = {
+                name: getattr(now, name)
+                for name in ("inlet_shape", "outlet_shape", "hidden_shape")
+            }
+            if replace(saved, **shapes) != now:
                 raise InvalidInputError(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved. Build the same host with an example of the same shape."

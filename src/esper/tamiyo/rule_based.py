@@ -22,6 +22,8 @@ from esper.contracts.world import BlueprintOffers, ControllerState, Observation
 from esper.simic.agent.distribution import sample
 from esper.tamiyo.policy.heads import HEAD_GROUPS, relevant, rows_by_group
 
+TIE: Final = 1e-5
+"""Less than any difference of scores that matters."""
 TRAINING_STEPS: Final = 2
 """Steps that a seed trains before it is blended."""
 BLEND_HEADS: Final = HEADS[HEAD["blueprint"] + 1 :]
@@ -88,7 +90,11 @@ BLEND_AT_ONCE: Final = blend_distances("ADD", "AT_ONCE", "FULL", "INSTANT", "LIN
 
 
 class SizePreference:
-    """Plants the offer that is due: widening before all others, then by size."""
+    """Plants the offer that is due: widening before all others, then by size.
+
+    Of equal offers it takes the one at the place where it has planted least. It prunes
+    no seed that is worth its rent, so seeds can be kept as soon as they hold.
+    """
 
     blending = STANDARD_BLEND
 
@@ -121,10 +127,17 @@ class SizePreference:
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant what is due; apply the other rules."""
+        """Plant what is due; the state counts seeds planted at every place."""
+        planted, place = planted_at_places(state, observation)
         scores = self.scores(observation.offers)
+        scores = scores - TIE * planted.gather(1, place)[:, :, None]
         scores = torch.where(self._due(observation), scores, -torch.inf)
-        return next_actions(observation, masks, scores, self.blending), None
+        actions = next_actions(observation, masks, scores, self.blending)
+        return actions, count_planted(planted, place, actions)
+
+    def keeps(self, observation: Observation) -> Bool[Tensor, " env"]:
+        """Return where holding seeds will not be pruned any more."""
+        return torch.ones_like(observation.episode_start, dtype=torch.bool)
 
     def _due(self, observation: Observation) -> Bool[Tensor, "env _ _"]:
         """Return which offers may be planted now."""
@@ -227,13 +240,32 @@ def next_actions(
     return torch.where(relevant(actions), actions, 0)
 
 
-def episode_count(
+def planted_at_places(
     state: ControllerState, observation: Observation
-) -> Int64[Tensor, " env"]:
-    """Return the counter stored in a state; 0 at the start of an episode."""
+) -> tuple[Int64[Tensor, "env slot"], Int64[Tensor, "env slot"]]:
+    """Return seeds planted at every place in the episode, and the place of every slot.
+
+    Slots are free again when seeds were folded into layers, so they do not show it.
+    """
+    depth = observation.slots.depth
+    # Slot s is at place s % places, and places differ in depth.
+    per_place = (depth == depth[:, :1]).sum(dim=1).clamp(min=1)
+    places = (depth.shape[1] // per_place)[:, None]
+    place = torch.arange(depth.shape[1], device=depth.device) % places
     if not isinstance(state, Tensor):
-        return torch.zeros_like(observation.episode_start, dtype=torch.int64)
-    return torch.where(observation.episode_start, 0, state)
+        return torch.zeros_like(place), place
+    return torch.where(observation.episode_start[:, None], 0, state), place
+
+
+def count_planted(
+    planted: Int64[Tensor, "env slot"],
+    place: Int64[Tensor, "env slot"],
+    actions: Int64[Tensor, "env head"],
+) -> Int64[Tensor, "env slot"]:
+    """Return the counts of `planted_at_places` after some actions."""
+    at = place.gather(1, actions[:, HEAD["slot"], None])
+    new = (actions[:, HEAD["op"], None] == Op.GERMINATE).long()
+    return planted.scatter_add(1, at, new)
 
 
 def explain_no_planting(observation: Observation, masks: ActionMasks) -> str:

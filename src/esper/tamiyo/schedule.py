@@ -12,10 +12,10 @@ from math import inf
 from typing import Final
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Generator, Tensor
 
-from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
+from esper.contracts.actions import ActionMasks, ActionSpec
 from esper.contracts.checks import require_int, require_number, require_one_of
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.stages import Stage
@@ -23,8 +23,9 @@ from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.rule_based import (
     BLEND_AT_ONCE,
     SizePreference,
-    episode_count,
+    count_planted,
     next_actions,
+    planted_at_places,
 )
 
 LARGEST: Final = "largest"
@@ -137,33 +138,51 @@ class Scheduled(SizePreference):
         state: ControllerState,
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
-        """Plant what is due; the state counts seeds planted in the episode."""
-        planted, plan = episode_count(state, observation), self._plan(observation)
-        self._flags, self._whole, self._real = (
-            table.to(plan.device) for table in (self._flags, self._whole, self._real)
-        )
-        flags = self._flags[plan]
-        wanted = flags[:, None, 1:]  # [env, 1, blueprint]
+        """Plant what is due; the state counts seeds planted at every place."""
+        planted, place = planted_at_places(state, observation)
+        plan, now = self._plan_and_time(observation)
+        wanted = self._flags[plan][:, None, 1:]  # [env, 1, blueprint]
         count, keep = self._whole[plan].unbind(1)
         start, every, until, cut = self._real[plan].unbind(1)
-        host, slots = observation.host, observation.slots
-        now = torch.where(flags[:, 0], host.compute, host.progress) + _ROUNDING
-        # Slot s is at place s % places, and places differ in depth.
-        per_place = (slots.depth == slots.depth[:, :1]).sum(dim=1).clamp(min=1)
-        places = slots.depth.shape[1] // per_place
-        due = now >= start + every * (planted // places)
+        slots = observation.slots
+        times = planted.gather(1, place)  # [env, slot]
+        due = now[:, None] >= start[:, None] + every[:, None] * times
         # After the cut nothing is planted, even if seeds are missing.
-        due &= (planted < count * places) & (now < torch.minimum(until, cut))
-        free = (masks.blueprint & wanted).any(dim=2)
-        first = free & (free.cumsum(dim=1) == 1) & due[:, None]
+        due &= times < count[:, None]
+        due &= (now < torch.minimum(until, cut))[:, None]
+        free = (masks.blueprint & wanted).any(dim=2) & due
+        order = times * times.shape[1] + torch.arange(times.shape[1], device=now.device)
+        order = torch.where(free, order, torch.iinfo(order.dtype).max)
+        first = free & (order == order.amin(dim=1, keepdim=True))
         scores = self.scores(observation.offers)
         scores = torch.where(wanted & first[:, :, None], scores, -torch.inf)
         living = (slots.stage != Stage.DORMANT) & (slots.stage != Stage.COOLING)
-        excess = living.sum(dim=1) > keep * places
+        excess = living.sum(dim=1) > keep * (place.amax(dim=1) + 1)
         youngest = living & (living.flip(1).cumsum(dim=1).flip(1) == 1)
         prunes = youngest & ((now >= cut) & excess)[:, None]
         actions = next_actions(observation, masks, scores, BLEND_AT_ONCE, prunes)
-        return actions, planted + (actions[:, HEAD["op"]] == Op.GERMINATE)
+        return actions, count_planted(planted, place, actions)
+
+    def keeps(self, observation: Observation) -> Bool[Tensor, " env"]:
+        """Return where holding seeds will not be pruned any more."""
+        plan, now = self._plan_and_time(observation)
+        keep, cut = self._whole[plan, 1], self._real[plan, 3]
+        stage = observation.slots.stage
+        living = (stage != Stage.DORMANT) & (stage != Stage.COOLING)
+        _, place = planted_at_places(None, observation)
+        is_cut = living.sum(dim=1) <= keep * (place.amax(dim=1) + 1)
+        return (cut == inf) | ((now >= cut) & is_cut)
+
+    def _plan_and_time(
+        self, observation: Observation
+    ) -> tuple[Int64[Tensor, " env"], Float[Tensor, " env"]]:
+        """Return the index of the schedule and the time on its scale."""
+        plan, host = self._plan(observation), observation.host
+        self._flags, self._whole, self._real = (
+            table.to(plan.device) for table in (self._flags, self._whole, self._real)
+        )
+        octaves = self._flags[plan, 0]
+        return plan, torch.where(octaves, host.compute, host.progress) + _ROUNDING
 
     def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         """Return the index of the schedule of each environment."""

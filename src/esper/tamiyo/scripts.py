@@ -22,7 +22,6 @@ from esper.contracts.actions import HEAD, NUM_HEADS, ActionMasks, ActionSpec, Op
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import ControllerState, Observation
 from esper.tamiyo.policy.heads import relevant
-from esper.tamiyo.rule_based import episode_count
 
 PRUNE: Final = -1
 WAIT_FRACTION: Final = 0.4
@@ -114,7 +113,9 @@ class Scripted:
             raise InvalidInputError(
                 f"there are scripts for {len(self._codes)} environments, got {envs}."
             )
-        decision = episode_count(state, observation)
+        decision = torch.zeros_like(observation.episode_start, dtype=torch.int64)
+        if isinstance(state, Tensor):
+            decision = torch.where(observation.episode_start, 0, state)
         at = decision.clamp(max=self._codes.shape[1] - 1)
         code = self._codes.to(device).gather(1, at[:, None])[:, 0]
         code = torch.where(decision < self._codes.shape[1], code, 0)

@@ -5,7 +5,7 @@ imported. All functions use weights as `[outputs, inputs, ...]`, also for layers
 store them transposed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -99,6 +99,7 @@ def write_sizes(module: nn.Module) -> None:
     setattr(module, kind.inputs, inputs)
 
 
+SIZED_TENSORS: Final = ("weight", "bias", "running_mean", "running_var")
 SIZED_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
 """Norms that are widened with the layer before them."""
 
@@ -119,17 +120,30 @@ def write_norm_size(norm: nn.Module, more: nn.Module | None = None) -> None:
 
 
 def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter or buffer with the module's dtype and device; it may be new."""
+    """Set a parameter or buffer with the module's dtype and device; it may be new.
+
+    A parameter stays the same object, since optimisers and users refer to it.
+    """
     old = getattr(module, name)
     like = module.get_parameter("weight") if old is None else old
     value = value.to(device=like.device, dtype=like.dtype)
-    if old is not None and old.shape == value.shape:
-        with torch.no_grad():
-            old.copy_(value)
-    elif name in module._buffers:
+    if name in module._buffers:
         setattr(module, name, value)
-    else:
+    elif old is None:
         setattr(module, name, nn.Parameter(value, requires_grad=like.requires_grad))
+    else:
+        set_data(old, value, old.grad if old.shape == value.shape else None)
+
+
+def set_data(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
+    """Give a parameter other numbers, which may have another shape."""
+    parameter.grad = None
+    # A graph of an earlier batch may be alive, and autograd would go on checking the
+    # shape that the parameter had then. It forgets it when the dtype changes.
+    other = torch.float32 if data.dtype == torch.float64 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
+    parameter.grad = grad
 
 
 def restore_sizes(modules: Iterable[nn.Module]) -> Callable[[], None]:
@@ -138,33 +152,63 @@ def restore_sizes(modules: Iterable[nn.Module]) -> Callable[[], None]:
         (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in modules
     ]
+    held = [
+        (parameter, parameter.data, parameter.grad)
+        for _, _, parameters, _ in before
+        for parameter in parameters.values()
+        if parameter is not None
+    ]
 
     def put_back() -> None:
         for module, attributes, parameters, buffers in before:
             vars(module).update(attributes)
             module._parameters, module._buffers = parameters, buffers
+        for parameter, data, grad in held:
+            set_data(parameter, data, grad)
 
     return put_back
 
 
-def fit_sizes(host: nn.Module, state: Mapping[str, Any]) -> Callable[[], None]:
-    """Widen layers and norms to the sizes in an exported state; returns an undo.
+def fit_sizes(
+    host: nn.Module,
+    state: Mapping[str, Any],
+    smallest: Mapping[str, Sequence[int]] | None = None,
+) -> Callable[[], None]:
+    """Give layers and norms the sizes that they have in a state; returns an undo.
 
-    Sizes only become larger; loading refuses every other difference. Refuses outputs
-    that grow without the inputs that read them.
+    No size becomes smaller than in `smallest`, by default that of the host; loading
+    refuses every other difference. Refuses outputs that grow without the inputs that
+    read them.
     """
-    _refuse_another_host(host, state)
     sized = dict(_sized_modules(host))
     undo = restore_sizes(sized.values())
     for prefix, module in sized.items():
-        grown = [
-            _grow(module, key, state.get(f"{prefix}{key}"))
-            for key in ("weight", "bias", "running_mean", "running_var")
-        ]
-        if any(grown):
-            write = write_norm_size if kind_of(module) is None else write_sizes
-            write(module)
+        shapes = {key: (smallest or {}).get(f"{prefix}{key}") for key in SIZED_TENSORS}
+        if any([_resize(module, key, shape) for key, shape in shapes.items()]):
+            _write_any_size(module)
+    try:
+        _refuse_another_host(host, state)
+    except InvalidInputError:
+        undo()
+        raise
+    for prefix, module in sized.items():
+        given = {key: state.get(f"{prefix}{key}") for key in SIZED_TENSORS}
+        if any([_grow(module, key, value) for key, value in given.items()]):
+            _write_any_size(module)
     return undo
+
+
+def _resize(module: nn.Module, key: str, shape: Sequence[int] | None) -> bool:
+    own = getattr(module, key, None)
+    differs = own is not None and shape is not None and own.shape != shape
+    if differs and shape is not None:
+        put_tensor(module, key, torch.empty(shape))
+    return differs
+
+
+def _write_any_size(module: nn.Module) -> None:
+    write = write_norm_size if kind_of(module) is None else write_sizes
+    write(module)
 
 
 def _sized_modules(host: nn.Module) -> Iterator[tuple[str, nn.Module]]:

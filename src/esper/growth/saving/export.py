@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from esper.contracts.blueprints import Blueprint
-from esper.contracts.errors import InvalidInputError, InvalidStateError
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import described
 from esper.growth.analysis.host_layers import restore_sizes, units_of
 from esper.growth.analysis.interlayer import every_step, new_interlayer
@@ -50,12 +50,17 @@ def export(model: "GrowingModel", *, merge: bool = True) -> nn.Module:
 
     def attempt(refused: Mapping[str, str]) -> tuple[nn.Module, str]:
         """Export without folds at the refused places, and what is wrong with it."""
-        reasons = plan(active, refused)
+        reasons = plan(
+            active,
+            {
+                one.slot: refused[one.place.site.name]
+                for one in active
+                if one.place.site.name in refused
+            },
+        )
         folds = [one for one in active if one.slot not in reasons]
-        host, hooks = _copy_host(model, reasons)
-        if reasons:
-            lines = [f"{model.slots[slot]}: {why}" for slot, why in reasons.items()]
-            host.add_module(NAME, Branches(hooks, lines, host.training))
+        lines = [f"{model.slots[slot]}: {why}" for slot, why in reasons.items()]
+        host = _copy_host(model, reasons, lines)
         with _refused_calls(model, names):
             return host, _fold_and_compare(host, names, folds, example, expected)
 
@@ -110,7 +115,7 @@ def _fold_and_compare(
     """Fold seeds into a host; returns how its answer differs, empty if it does not."""
     try:
         fold(host, names, seeds)
-        return _difference(expected, eval_outputs(host, example))
+        return difference(expected, eval_outputs(host, example))
     except Exception as error:  # the host may be any code
         return f"it would fail, {described(error)}"
 
@@ -142,9 +147,9 @@ class Branches(nn.ModuleDict):
 
 
 def _copy_host(
-    model: "GrowingModel", slots: Collection[int]
-) -> tuple[nn.Module, list[SlotHooks]]:
-    """Copy of the host with the hooks of some slots only."""
+    model: "GrowingModel", slots: Collection[int], reasons: Sequence[str]
+) -> nn.Module:
+    """Copy of the host with the seeds of some slots only, as branches."""
     try:
         host = deepcopy(model.host)
     except Exception as error:
@@ -160,7 +165,10 @@ def _copy_host(
     for hooks in grown.hooks:
         if not hooks.branches:
             hooks.detach()
-    return host, [hooks for hooks in grown.hooks if hooks.branches]
+    used = [hooks for hooks in grown.hooks if hooks.branches]
+    if used:
+        host.add_module(NAME, Branches(used, reasons, host.training))
+    return host
 
 
 @contextmanager
@@ -183,22 +191,11 @@ def _refused_calls(
 
 def _active_seeds(model: "GrowingModel") -> list[ActiveSeed]:
     """Seeds that change the output, in order of application."""
-    active: list[ActiveSeed] = []
-    for hooks in model.hooks:
-        for slot, branch in hooks.branches.items():
-            name = model.slots[slot]
-            if branch.shadow or branch.alpha == 0.0:
-                continue
-            if hooks.write not in hooks.place.outlet._forward_hooks.values():
-                raise InvalidStateError(
-                    f"the hooks of slot {name!r} were removed from the host. Export "
-                    "before detach()."
-                )
-            active.append(ActiveSeed(slot, name, hooks.place, branch))
-    return active
+    living = model.seeds.living_seeds()
+    return [one for one in living if one.branch.alpha and not one.branch.shadow]
 
 
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     """How two answers differ; empty if they agree."""
     shapes = [[tuple(tensor.shape) for tensor in one] for one in (expected, found)]
     if shapes[0] != shapes[1]:
@@ -216,16 +213,20 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     return ""
 
 
-def plan(active: Sequence[ActiveSeed], refused: Mapping[str, str]) -> dict[int, str]:
+def plan(
+    active: Sequence[ActiveSeed], refused: Mapping[int, str], *, together: bool = True
+) -> dict[int, str]:
     """Why seeds stay branches, by slot; the other seeds fold.
 
-    `refused` holds places that must not be folded, and why. `active` is in order of
-    application: a folded seed is applied before all branches.
+    Args:
+        active: Seeds in order of application: a folded seed is applied before all
+            branches.
+        refused: Slots that must not be folded, and why.
+        together: Whether seeds whose units feed each other fold together only.
     """
-    whys = {
-        one.slot: refused.get(one.place.site.name) or why_not(one) for one in active
-    }
-    linked = {frozenset((u.slot, d.slot)) for u, d in linked_seeds(active)}
+    whys = {one.slot: refused.get(one.slot) or why_not(one) for one in active}
+    links = linked_seeds(active) if together else []
+    linked = {frozenset((u.slot, d.slot)) for u, d in links}
     order = {one.slot: number for number, one in enumerate(active)}
     changed = True
     while changed:

@@ -4,20 +4,25 @@ r"""Fold seeds into the layers of a host: the one place where layers get new wei
     LOW_RANK      W <- W + alpha B A around a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
-`why_no_merge` tells which seeds fold. Sums are computed in float64.
+`why_no_merge` tells which seeds fold. Sums are computed in float64. The same code folds
+values, gradients and the moments of an optimiser (`Reading`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
+from math import inf, nan
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.analysis.host_layers import (
+    SIZED_TENSORS,
     is_layer,
     kernel_of,
+    kind_of,
     put_tensor,
     swap_layout,
     units_of,
@@ -45,6 +50,17 @@ class ActiveSeed:
     def seed(self) -> nn.Module:
         """The module."""
         return self.branch.seed
+
+    def norms(
+        self, host: nn.Module, names: Mapping[nn.Module, str]
+    ) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Norms between the layers of a host or its copy, and those of the seed."""
+        if isinstance(self.seed, FormSeed) and self.seed.widens:
+            own = every_step(self.seed.interlayer.children())
+            steps = zip(every_step(self.place.interlayer), own, strict=True)
+            for norm, new in steps:
+                if isinstance(norm, NORMS):
+                    yield host.get_submodule(names[norm]), new
 
 
 def why_not(one: ActiveSeed) -> str:
@@ -103,111 +119,231 @@ def linked_seeds(active: Sequence[ActiveSeed]) -> list[tuple[ActiveSeed, ActiveS
     return [(u, d) for u, d in pairs if u.place.outlet is d.place.inlet]
 
 
-def fold(
-    host: nn.Module, names: Mapping[nn.Module, str], active: Sequence[ActiveSeed]
-) -> None:
-    """Fold seeds into their host or a copy of it, in order of application.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is folded: values of tensors, or something of the same shapes."""
 
-    `names` are those of the modules of the host in which the seeds were planted.
+    get: Callable[[Tensor], Tensor | None]
+    """Returns it for a parameter or buffer; None if there is none."""
+    power: int = 1
+    """Power of alpha by which outgoing weights are multiplied."""
+    blank: float = nan
+    """Entries that have no value; NaN is replaced at the end."""
+    fills_mean: bool = False
+    """Whether NaN is replaced by the mean of the other entries, or by 0."""
+
+
+VALUES: Final = Reading(lambda tensor: tensor, blank=0.0)
+Tensors = dict[tuple[nn.Module, str], Tensor]
+"""Tensors by module and name, in float64 on the CPU, as the module stores them."""
+
+
+def fold(
+    host: nn.Module,
+    names: Mapping[nn.Module, str],
+    active: Sequence[ActiveSeed],
+    living: Sequence[ActiveSeed] = (),
+) -> None:
+    """Fold the values of seeds into their host or a copy of it; see `folded`."""
+    values = folded(host, names, active, living=living)
+    for (module, name), value in values.items():
+        put_tensor(module, name, value)
+    for one in active:
+        outlet = host.get_submodule(one.place.site.outlet)
+        for layer in (*one.place.first_layers(host).values(), outlet):
+            if kind_of(layer) is not None:
+                write_sizes(layer)
+        for norm, own in one.norms(host, names):
+            write_norm_size(norm, more=own)
+
+
+def folded(
+    host: nn.Module,
+    names: Mapping[nn.Module, str],
+    active: Sequence[ActiveSeed],
+    reading: Reading = VALUES,
+    living: Sequence[ActiveSeed] = (),
+) -> Tensors:
+    """The tensors that a fold changes, with their new values.
+
+    Args:
+        host: The host of the seeds, or a copy of it.
+        names: Names of the modules of the host in which the seeds were planted.
+        active: Seeds to fold, in order of application.
+        reading: What to fold. Linear seeds change values only.
+        living: Seeds that stay. Their weights take up the blocks between their units
+            and those of folded seeds.
     """
-    at: dict[int, tuple[int, int]] = {}
+    layers, at = _Layers(reading), dict[int, tuple[int, int]]()
     for site, group in groupby(active, key=lambda one: one.place.site):
         outlet = host.get_submodule(site.outlet)
         # Residual seeds of one place all read the tensor before any of them.
-        before = _read(outlet) if site.residual else None
+        before = layers.read(outlet) if site.residual else None
         for one in group:
             seed = one.seed
             assert isinstance(seed, FormSeed)
-            params = {key: _exact(value) for key, value in seed.weights.items()}
+            params = {key: layers.exact(value) for key, value in seed.weights.items()}
             if seed.widens:
                 firsts = one.place.first_layers(host)
-                at[one.slot] = _widen(firsts, outlet, params, one.branch.alpha)
-                own_steps = every_step(seed.interlayer.children())
-                steps = zip(every_step(one.place.interlayer), own_steps, strict=True)
-                for norm, own in steps:
-                    if isinstance(norm, NORMS):
-                        _more_units(host.get_submodule(names[norm]), own)
-            else:
-                _fold_linear(outlet, params, one.branch.alpha, before)
-    for above, below in linked_seeds(active):
+                scale = one.branch.alpha**reading.power
+                at[one.slot] = layers.widen(firsts, outlet, params, scale)
+                for norm, own in one.norms(host, names):
+                    layers.more_units(norm, own)
+            elif reading is VALUES:
+                layers.fold_linear(outlet, params, one.branch.alpha, before)
+    for above, below in linked_seeds([*active, *living]):
         assert isinstance(above.seed, FormSeed)
         assert isinstance(below.seed, FormSeed)
-        layer = host.get_submodule(below.place.site.inlet)
-        block = _exact(below.seed.block(below.slot, above.slot, above.seed))
-        block = _outputs_first(layer, above.branch.alpha * block)
-        weight, (row, column) = _read(layer)[0], (at[below.slot][0], at[above.slot][1])
+        block = layers.exact(below.seed.block(below.slot, above.slot, above.seed))
+        if above.slot in at:
+            block = above.branch.alpha**reading.power * block
+        if above.slot in at and below.slot in at:
+            layer = host.get_submodule(below.place.site.inlet)
+            corner = at[below.slot][0], at[above.slot][1]
+            layers.put_block(layer, block, corner)
+        elif above.slot in at:
+            layers.more_inputs(below.seed.weights, block)
+        elif below.slot in at:
+            layers.more_outputs(above.seed.weights, block)
+    return layers.known()
+
+
+class _Layers:
+    """The tensors of layers while seeds are folded into them."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._found: Tensors = {}
+
+    def known(self) -> Tensors:
+        """The tensors that were written, without those of which nothing is known."""
+        known: Tensors = {}
+        for (module, name), value in self._found.items():
+            own = getattr(module, name)
+            if own is None or self._reading.get(own) is not None:
+                known[module, name] = value
+                if self._reading is not VALUES:
+                    fill = value.nanmean() if self._reading.fills_mean else 0.0
+                    value.nan_to_num_(nan=float(fill), posinf=inf, neginf=-inf)
+        return known
+
+    def exact(self, tensor: Tensor) -> Tensor:
+        """Copy in float64 on the CPU: not every device has float64."""
+        read = self._reading.get(tensor)
+        if read is None:
+            return torch.full(tensor.shape, self._reading.blank, dtype=torch.float64)
+        return read.detach().to(device="cpu", dtype=torch.float64, copy=True)
+
+    def read(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Weight, as `[output, input, ...]`, and bias."""
+        weight = swap_layout(module, self._stored(module, "weight"))
+        has_bias = module._parameters.get("bias") is not None
+        has_bias |= (module, "bias") in self._found
+        return weight, self._stored(module, "bias") if has_bias else None
+
+    def _stored(self, module: nn.Module, name: str) -> Tensor:
+        held = self._found.get((module, name))
+        return self.exact(getattr(module, name)) if held is None else held.clone()
+
+    def _write(self, module: nn.Module, name: str, value: Tensor) -> None:
+        stored = swap_layout(module, value) if name == "weight" else value
+        self._found[module, name] = stored
+
+    def _blank(self, like: Tensor, *shape: int) -> Tensor:
+        return like.new_full(shape, self._reading.blank)
+
+    def widen(
+        self,
+        firsts: Mapping[str, nn.Module],
+        outlet: nn.Module,
+        params: dict[str, Tensor],
+        scale: float,
+    ) -> tuple[int, int]:
+        """Append units to the first layer and its gate, and columns to the second.
+
+        Returns the first new row and the first new column.
+        """
+        row = 0
+        for name, inlet in firsts.items():
+            first = _outputs_first(inlet, params[name])
+            weight, bias = self.read(inlet)
+            row = len(weight)
+            rows = self._blank(weight, len(first), *weight.shape[1:])
+            rows[:, : first.shape[1]] = first
+            self._write(inlet, "weight", torch.cat([weight, rows]))
+            if bias is not None:
+                more = params[f"{name}_bias"]
+                self._write(inlet, "bias", torch.cat([bias, more]))
+        last = _outputs_first(outlet, scale * params["last"])
+        weight, _ = self.read(outlet)
+        columns = self._blank(weight, len(weight), *last.shape[1:])
+        columns[: len(last)] = last
+        self._write(outlet, "weight", torch.cat([weight, columns], dim=1))
+        return row, weight.shape[1]
+
+    def more_units(self, norm: nn.Module, own: nn.Module) -> None:
+        """Append the seed's own norm to the host's."""
+        for name in SIZED_TENSORS:
+            if getattr(norm, name, None) is not None:
+                parts = self._stored(norm, name), self.exact(getattr(own, name))
+                self._write(norm, name, torch.cat(parts))
+
+    def put_block(
+        self, layer: nn.Module, block: Tensor, corner: tuple[int, int]
+    ) -> None:
+        """Set the weights between new inputs and new units of one layer."""
+        (weight, _), (row, column) = self.read(layer), corner
+        block = _outputs_first(layer, block)
         weight[row : row + len(block), column : column + block.shape[1]] = block
-        _write(layer, "weight", weight)
+        self._write(layer, "weight", weight)
 
+    def more_inputs(self, weights: nn.ParameterDict, block: Tensor) -> None:
+        """Let a seed read units that are the host's now; its gate ignores them."""
+        axis = 0 if block.dim() == 2 else 1  # matrices keep inputs first
+        for name in ("first", "gate"):
+            if name in weights:
+                own = self._stored(weights, name)
+                shape = [*own.shape]
+                shape[axis] = block.shape[axis]
+                more = block if name == "first" else self._blank(own, *shape)
+                self._write(weights, name, torch.cat([own, more], dim=axis))
 
-def _widen(
-    firsts: Mapping[str, nn.Module],
-    outlet: nn.Module,
-    params: dict[str, Tensor],
-    alpha: float,
-) -> tuple[int, int]:
-    """Append units to the first layer and its gate, and columns to the second.
+    def more_outputs(self, weights: nn.ParameterDict, block: Tensor) -> None:
+        """Let a seed write to units that are the host's now."""
+        axis = 1 if block.dim() == 2 else 0
+        own = self._stored(weights, "last")
+        self._write(weights, "last", torch.cat([own, block], dim=axis))
 
-    Returns the first new row and the first new column.
-    """
-    row = 0
-    for name, inlet in firsts.items():
-        first = _outputs_first(inlet, params[name])
-        weight, bias = _read(inlet)
-        row = len(weight)
-        rows = weight.new_zeros(len(first), *weight.shape[1:])
-        rows[:, : first.shape[1]] = first
-        _write(inlet, "weight", torch.cat([weight, rows]))
-        if bias is not None:
-            _write(inlet, "bias", torch.cat([bias, params[f"{name}_bias"]]))
-    last = _outputs_first(outlet, alpha * params["last"])
-    weight, _ = _read(outlet)
-    columns = weight.new_zeros(len(weight), *last.shape[1:])
-    columns[: len(last)] = last
-    _write(outlet, "weight", torch.cat([weight, columns], dim=1))
-    for layer in (*firsts.values(), outlet):
-        write_sizes(layer)
-    return row, weight.shape[1]
+    def fold_linear(
+        self,
+        outlet: nn.Module,
+        params: dict[str, Tensor],
+        alpha: float,
+        before: tuple[Tensor, Tensor | None] | None,
+    ) -> None:
+        """Add a linear seed times alpha; it reads the input, or the output `before`."""
+        weight, bias = self.read(outlet)
+        matrix, shift = _linear_map(params)
+        rows, columns = matrix.shape[:2]
+        if before is None:
+            weight[:rows, :columns] += alpha * matrix
+        else:
+            old_weight, old_bias = before
+            matrix = matrix.flatten(1)
+            weight[:rows] += alpha * torch.tensordot(matrix, old_weight[:columns], 1)
+            if old_bias is not None:
+                moved = matrix @ old_bias[:columns]
+                shift = moved if shift is None else moved + shift
+        self._write(outlet, "weight", weight)
+        if shift is not None:
+            bias = weight.new_zeros(len(weight)) if bias is None else bias
+            bias[:rows] += alpha * shift
+            self._write(outlet, "bias", bias)
 
 
 def _outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
     """A seed's weight as `[output, input, ...]`; its matrices keep inputs first."""
     return weight.T if kernel_of(layer) is None else weight
-
-
-def _more_units(norm: nn.Module, own: nn.Module) -> None:
-    """Append the seed's own norm to the host's."""
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        mine, new = getattr(norm, name, None), getattr(own, name, None)
-        if mine is not None and new is not None:
-            _write(norm, name, torch.cat([_exact(mine), _exact(new)]))
-    write_norm_size(norm, more=own)
-
-
-def _fold_linear(
-    outlet: nn.Module,
-    params: dict[str, Tensor],
-    alpha: float,
-    before: tuple[Tensor, Tensor | None] | None,
-) -> None:
-    """Add a linear seed times alpha; it reads the input, or the output `before`."""
-    weight, bias = _read(outlet)
-    matrix, shift = _linear_map(params)
-    rows, columns = matrix.shape[:2]
-    if before is None:
-        weight[:rows, :columns] += alpha * matrix
-    else:
-        old_weight, old_bias = before
-        matrix = matrix.flatten(1)
-        weight[:rows] += alpha * torch.tensordot(matrix, old_weight[:columns], 1)
-        if old_bias is not None:
-            moved = matrix @ old_bias[:columns]
-            shift = moved if shift is None else moved + shift
-    _write(outlet, "weight", weight)
-    if shift is not None:
-        bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias[:rows] += alpha * shift
-        _write(outlet, "bias", bias)
 
 
 def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -219,20 +355,3 @@ def _linear_map(params: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     if first.dim() == 2:  # matrices keep inputs first
         return (first @ last).T, None
     return torch.einsum("ou,ui...->oi...", last.flatten(1), first), None
-
-
-def _write(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a tensor of a module, which may change its size."""
-    put_tensor(module, name, swap_layout(module, value) if name == "weight" else value)
-
-
-def _read(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in float64."""
-    bias = module._parameters.get("bias")
-    weight = swap_layout(module, _exact(module.get_parameter("weight")))
-    return weight, None if bias is None else _exact(bias)
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    """Copy in float64 on the CPU: not every device has float64."""
-    return tensor.detach().to(device="cpu", dtype=torch.float64, copy=True)

@@ -67,11 +67,11 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
     with uninterrupted():
         undo = [restore_tensors(host)]
         with all_or_nothing(undo):
+            undo.append(fit_sizes(host, state_dict))
             for part in grown:
                 undo.append(part.detach)
                 part.attach()
             if not grown:
-                undo.append(fit_sizes(host, state_dict))
                 check_tensors(host, nn.ModuleDict(), state_dict, "")
             host.load_state_dict(state_dict)  # builds the seeds too
     return host

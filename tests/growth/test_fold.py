@@ -1,0 +1,438 @@
+"""Keeping a seed folds it into the host's own layers while the network trains."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
+
+import esper
+from esper.contracts.stages import Stage
+from esper.grower import Grower
+from esper.growth.blueprints.registry import find
+from esper.growth.model import GrowingModel
+from esper.growth.optimiser import CORRECTED
+from esper.growth.safety import GovernorConfig
+from tests.growth.hosts import bits, everything
+from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, host_of
+
+SGDS = {
+    "plain": lambda p: SGD(p, 0.05),
+    "momentum": lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: Adagrad(p, 0.05),
+}
+"""Optimisers that treat every number alone, whatever its age."""
+
+
+def growing(kind, make, dtype=torch.float64):
+    """A model in training with two seeds that feed each other."""
+    host = host_of(kind).to(dtype)
+    x, y = batch(kind)
+    model = GrowingModel(host, SLOTS, x.to(dtype))
+    optimizer = make(host.parameters())
+    model.train_with(optimizer)
+
+    def train(steps):
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x.to(dtype)), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    train(3)
+    for slot in (UP, DOWN):
+        model.plant(slot, "widen_8", tempo="AT_ONCE")
+        train(4)
+    return model, optimizer, train
+
+
+@pytest.mark.parametrize("kept", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("kind", HOSTS)
+def test_function_and_gradients_stay_and_ten_steps_are_the_same(kind, kept):
+    """Also if a neighbour lives on: its blocks become weights of its own."""
+    losses, found = [], []
+    for keeps in (False, True):
+        model, optimizer, train = growing(kind, SGDS["momentum"])
+        x, y = batch(kind)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x.double()), y)
+        loss.backward()
+        held = model.host.a.weight
+        own = held.shape
+        if keeps:
+            parameters = [*model.host.parameters()]
+            model.keep_seeds(kept)
+            assert model.why_branches == {}
+            assert all(any(p is q for q in parameters) for p in model.host.parameters())
+            assert (held.shape != own) is (0 in kept)
+        found.append((model(x.double()).detach(), held.grad[: own[0], : own[1]]))
+        losses.append(train(10))
+        if keeps:
+            assert model.count().parameters == sum(
+                p.numel() for p in model.host.parameters()
+            )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SGDS)
+def test_moments_are_folded_with_the_weights(name):
+    losses = []
+    for keeps in (False, True):
+        model, _, train = growing("linear", SGDS[name])
+        if keeps:
+            model.keep_seeds([0, 1])
+        losses.append(train(10))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_moments_of_a_younger_block_are_equal_after_bias_correction(kind):
+    model, optimizer, _ = growing("linear", lambda p: kind(p, 1e-2, amsgrad=True))
+    seed = model.seeds["slot_0"]
+    inlet = model.place(0).inlet
+    group = optimizer.param_groups[0]
+
+    def corrected(parameter):
+        held = optimizer.state[parameter]
+        step = float(held["step"])
+        return [
+            held[key] / (1 - group["betas"][beta] ** step)
+            for key, beta in CORRECTED.items()
+        ]
+
+    weights, old = seed.weights["first"], corrected(inlet.weight)
+    new = [moment.T for moment in corrected(weights)]
+    steps = [float(optimizer.state[p]["step"]) for p in (inlet.weight, weights)]
+    assert steps == [11, 8]
+    model.keep_seeds([0])
+    assert float(optimizer.state[inlet.weight]["step"]) == 11
+    for one, two, now in zip(old, new, corrected(inlet.weight), strict=True):
+        torch.testing.assert_close(torch.cat([one, two]), now, rtol=1e-12, atol=0)
+
+
+def test_a_seed_without_moments_gets_second_moments_of_its_layer():
+    """With zeros, Adam's first steps would be several times too large."""
+    model, optimizer, train = growing("linear", lambda p: Adam(p, 1e-2))
+    train(100)
+    model.plant("a->b#1", "widen_8", tempo="AT_ONCE")
+    inlet = model.place(0).inlet
+    before = optimizer.state[inlet.weight]["exp_avg_sq"].clone()
+    rows = len(inlet.weight)
+    model.keep_seeds([2])
+    after = optimizer.state[inlet.weight]
+    torch.testing.assert_close(after["exp_avg_sq"][:rows], before, rtol=1e-12, atol=0)
+    assert (after["exp_avg_sq"][rows:] - before.mean()).abs().max() < 1e-9
+    assert not after["exp_avg"][rows:].any()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: Adafactor(p, 1e-2), lambda p: Muon(p, 1e-2)]
+)
+def test_optimisers_that_look_at_whole_matrices_go_on(make):
+    torch.manual_seed(0)
+    host = nn.Sequential(
+        nn.Linear(8, 6, bias=False), nn.ReLU(), nn.Linear(6, 4, bias=False)
+    )
+    x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
+    model = GrowingModel(host, ["0->2"], x)
+    optimizer = make(host.parameters())
+    model.train_with(optimizer)
+    losses = []
+    for step in range(60):
+        if step == 10:
+            model.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+        if step == 20:
+            model.keep("0->2#0")
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert host[0].out_features == 14
+    assert losses[-1] < losses[20]
+
+
+def test_alpha_goes_into_the_outgoing_weights_with_its_gradients():
+    ends = []
+    for keeps in (False, True):
+        model, _, _ = growing("linear", SGDS["plain"])
+        model.set_alpha(UP, "HALF")
+        model.tick(8)
+        x, y = batch("linear")
+        model.host.zero_grad()
+        cross_entropy(model(x.double()), y).backward()
+        outlet = model.place(0).outlet
+        seed = model.seeds["slot_0"].weights["last"]
+        grad = torch.cat([outlet.weight.grad, seed.grad.T / 0.5], dim=1)
+        if keeps:
+            receipt = model.keep(UP)
+            assert receipt.jump < 1e-12
+            assert str(receipt).startswith("FOSSILIZE a->b#0 widen_8: output changed")
+            torch.testing.assert_close(outlet.weight.grad, grad, rtol=1e-12, atol=1e-14)
+        ends.append(model(x.double()).detach())
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+
+
+def test_a_slot_is_free_again_and_costs_stay_relative_to_the_first_host():
+    model, _, train = growing("linear", SGDS["plain"])
+    host = model.analysis.parameters
+    added, macs = model.parameters_added, model.macs
+    model.keep(UP)
+    assert model.stage(UP) is Stage.DORMANT
+    assert [(e.before, e.after) for e in model.events[-2:]] == [
+        (Stage.HOLDING, Stage.FOSSILIZED),
+        (Stage.FOSSILIZED, Stage.DORMANT),
+    ]
+    assert (model.analysis.parameters, model.parameters_added) == (host, added)
+    assert model.macs == macs
+    price = model.price(0, find("widen_8"))
+    model.plant(UP, "widen_8", tempo="AT_ONCE")
+    assert model.parameters_added == added + price.parameters
+    train(2)
+
+
+@pytest.mark.parametrize("style", ["frozen", "scale", "attention"])
+def test_what_does_not_fold_stays_a_branch_and_says_why(style):
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    x = torch.randn(5, 8)
+    model = GrowingModel(host, ["0->2", "2"], x)
+    if style == "frozen":
+        host[0].weight.requires_grad_(False)
+    slot, kind = ("2#0", "squeeze_excite") if style == "attention" else ("0->2#0", "")
+    how = {"style": "SCALE"} if style == "scale" else {}
+    model.plant(slot, kind or "widen_8", tempo="AT_ONCE", **how)
+    before = everything(host)
+    model.keep(slot)
+    assert model.stage(slot) is Stage.FOSSILIZED
+    reason = model.why_branches[model.index(slot)]
+    assert {"frozen": "frozen", "scale": "scales", "attention": "not linear"}[
+        style
+    ] in reason
+    assert everything(host) == before
+
+
+def test_a_residual_branch_that_reads_the_units_keeps_a_seed_from_folding():
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    x = torch.randn(5, 8)
+    model = GrowingModel(host, ["0->2", "1"], x)
+    model.plant("1#0", "residual_mlp", tempo="AT_ONCE")
+    model.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    with torch.no_grad():
+        for parameter in model.seeds.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    before = bits(model.example_outputs())
+    model.keep("0->2#0")
+    assert "1#0" in model.why_branches[0]
+    assert bits(model.example_outputs()) == before
+    assert host[0].out_features == 6
+
+
+# Saving and copies.
+
+
+def grower_of(seed=0, optimizer=AdamW, **options):
+    torch.manual_seed(seed)
+    host = nn.Sequential(
+        nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU()
+    )
+    host.append(nn.Linear(6, 5))
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    options = {"controller": "never", "tick": 1, **options}
+    return Grower(host, optimizer(host.parameters(), 1e-2), example=x[:4], **options)
+
+
+def train(grower, steps, start=0):
+    host = grower.model.host
+    for step in range(start, start + steps):
+        chance = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 8, generator=chance)
+        grower.optimizer.zero_grad()
+        cross_entropy(host(x), x[:, :5].argmax(dim=1)).backward()
+        grower.optimizer.step()
+
+
+def folded(**options):
+    """A Grower with a folded seed and a living one that feed each other."""
+    grower = grower_of(**options)
+    train(grower, 3)
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    grower.plant("3->5#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3, 3)
+    grower.keep("0->3#0")
+    train(grower, 3, 6)
+    grower.step(metric=0.5)
+    return grower
+
+
+@pytest.mark.parametrize("seeds", ["living", "none"])
+def test_a_state_loads_into_the_small_host_and_training_goes_on_to_the_bit(seeds):
+    grower = folded()
+    if seeds == "none":
+        grower.keep("3->5#0")
+        train(grower, 2, 9)
+    data = io.BytesIO()
+    torch.save(grower.state_dict(), data)
+    data.seek(0)
+    other = grower_of(seed=5)
+    other.load_state_dict(torch.load(data, weights_only=True))
+    assert bits(other.state_dict()) == bits(grower.state_dict())
+    assert other.model.base == grower.model.base
+    for one in (grower, other):
+        train(one, 5, 20)
+        one.step(metric=0.6)
+    assert bits(other.state_dict()) == bits(grower.state_dict())
+    assert other.summary() == grower.summary()
+
+
+def test_a_state_from_before_makes_the_host_small_again():
+    grower = grower_of()
+    train(grower, 3)
+    early = copy.deepcopy(grower.state_dict())
+    weights = copy.deepcopy(grower.model.host.state_dict())
+    late = copy.deepcopy(folded().state_dict())
+    for wanted in (late, early, late):
+        grower.load_state_dict(wanted)
+        assert bits(grower.state_dict()) == bits(wanted)
+    grower.model.host.load_state_dict(weights)  # not through the Grower
+    assert grower.model.host[0].out_features == 6
+    assert grower.model.parameters_added == 0
+    train(grower, 3)
+
+
+def test_a_grown_network_is_rebuilt_saved_copied_and_pickled(tmp_path):
+    grower = folded()
+    host, x = grower.model.host.eval(), torch.randn(7, 8)
+    expected = host(x)
+    other = grower_of(seed=3)
+    other.detach()
+    plain_host = other.model.host
+    rebuilt = esper.rebuild(copy.deepcopy(plain_host), host.state_dict()).eval()
+    assert torch.equal(rebuilt(x), expected)
+    esper.save(host, tmp_path / "net.safetensors")
+    loaded = esper.load(tmp_path / "net.safetensors", copy.deepcopy(plain_host)).eval()
+    assert torch.equal(loaded(x), expected)
+    assert torch.equal(copy.deepcopy(host)(x), expected)
+    data = io.BytesIO()
+    torch.save(host, data)
+    data.seek(0)
+    assert torch.equal(torch.load(data, weights_only=False)(x), expected)
+    torch.testing.assert_close(grower.export()(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_folds_its_own_weights():
+    grower = grower_of()
+    average = torch.optim.swa_utils.AveragedModel(grower.model.host, use_buffers=True)
+    grower.follow(average)
+    train(grower, 3)
+    average.update_parameters(grower.model.host)
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3, 3)
+    average.update_parameters(grower.model.host)
+    x = torch.randn(7, 8)
+    before = average.eval()(x)
+    grower.keep("0->3#0")
+    torch.testing.assert_close(average(x), before, rtol=1e-5, atol=1e-6)
+    train(grower, 3, 6)
+    average.update_parameters(grower.model.host)
+    assert average.module[0].out_features == 14
+
+
+def test_a_lost_graph_of_an_earlier_batch_does_not_matter():
+    """Loops keep the loss of the last batch alive while a decision is made."""
+    grower = grower_of()
+    x = torch.randn(16, 8)
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    loss = grower.model.host(x).sum()
+    loss.backward()
+    grower.optimizer.step()
+    grower.keep("0->3#0")
+    again = grower.model.host(x).sum()
+    again.backward()
+    assert grower.model.host[0].weight.grad.shape == (14, 8)
+    assert loss.requires_grad  # still alive
+
+
+def test_a_roll_back_after_a_fold_restores_sizes_and_moments():
+    grower = folded(governor=GovernorConfig())
+    grower.keep("3->5#0")
+    want = everything(grower.model.host, grower.optimizer)
+    train(grower, 1)
+    with torch.no_grad():
+        grower.model.host[0].weight.fill_(torch.nan)
+    assert grower.safety.check_decision()
+    assert everything(grower.model.host, grower.optimizer) == want
+    assert grower.model.host[0].weight.shape == (14, 8)
+    train(grower, 3)
+
+
+# Who keeps, and the end.
+
+
+@pytest.mark.parametrize(
+    ("controller", "keeps"),
+    [("early", True), ("by-rent", True), ("large-then-cut", None), ("tamiyo", False)],
+)
+def test_rules_that_never_prune_keep_what_holds(controller, keeps):
+    grower = grower_of(controller=controller, decisions=12, budget=300.0)
+    for decision in range(12):
+        train(grower, 2, 2 * decision)
+        grower.step(metric=0.1 + 0.01 * decision)
+        living = len(grower.model.seeds)
+        if keeps is None and decision < 5:
+            assert living == min(decision + 1, 4)  # two per place, until the cut
+        elif keeps:
+            assert living <= 1
+    if keeps is None:
+        assert len(grower.model.seeds) == 0
+    if keeps is not False:
+        assert grower.model.host[0].out_features > 6
+    grower.detach()
+    if keeps is not True:
+        assert "esper_seeds" not in dict(grower.model.host.named_modules())
+        assert not any(m._forward_hooks for m in grower.model.host.modules())
+    groups = [p for group in grower.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in groups} == {id(p) for p in grower.model.host.parameters()}
+
+
+def test_every_place_is_widened_though_slots_are_free_again():
+    for controller in ("early", "plateau", "by-rent"):
+        blueprints = ["widen_x2", "widen_x1.5"]
+        grower = grower_of(
+            controller=controller, decisions=8, budget=40.0, blueprints=blueprints
+        )
+        for decision in range(8):
+            train(grower, 1, decision)
+            grower.step(metric=0.5)
+        grower.detach()
+        assert "esper_seeds" not in dict(grower.model.host.named_modules())
+        sizes = [grower.model.host[at].out_features for at in (0, 3)]
+        assert min(sizes) > 6, (controller, sizes)
+
+
+def test_the_end_keeps_the_output_and_what_cannot_fold():
+    grower = grower_of(slots=["0->3", "3"], tick=100)
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    grower.plant("3#0", "squeeze_excite", tempo="AT_ONCE")
+    grower.plant("0->3#1", "widen_8")  # in training: it has no part in the output
+    train(grower, 3)
+    host, x = grower.model.host.eval(), torch.randn(7, 8)
+    expected, exported = host(x), grower.export()(x)
+    grower.detach()
+    torch.testing.assert_close(host(x), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(exported, expected, rtol=1e-5, atol=1e-6)
+    assert host[0].out_features == 14
+    assert [*host.esper_seeds] == ["slot_1"]
+    grower.optimizer.zero_grad()
+    host(x).sum().backward()
+    grower.optimizer.step()  # still trained by the user's optimiser
