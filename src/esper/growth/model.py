@@ -423,7 +423,7 @@ class GrowingModel(nn.Module, NamedOps):
             return "its layer has no bias that could take up the shift"
         found = {key: read(reading=reading) for key, reading in readings.items()}
         expected = self.example_outputs()
-        before = {at: getattr(*at).shape for at in changed}
+        before = {(module, n): getattr(module, n).shape for module, n in changed}
 
         def change() -> None:
             self.seeds.fold(slots)
@@ -432,8 +432,8 @@ class GrowingModel(nn.Module, NamedOps):
                 parameter = getattr(module, name)
                 parameter.grad = value.to(parameter)
             if surgery is not None:
-                now = {getattr(*at): shape for at, shape in before.items()}
-                resized = [p for p, shape in now.items() if p.shape != shape]
+                now = {(module, n): getattr(module, n) for module, n in changed}
+                resized = [now[at] for at in now if now[at].shape != before[at]]
                 surgery.put_moments(resized, found)
             self.measure_host(stays)
             if why := difference(expected, self.example_outputs()):

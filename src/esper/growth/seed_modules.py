@@ -565,12 +565,12 @@ class SeedModules(nn.ModuleDict):
                     "among this model's blueprints. Build it with the same."
                 )
             here = self.place(self.slots.index(seed.slot))
-            saved, now = places[here.site.name], here.geometry
+            own = here.geometry
             shapes = {
-                name: getattr(now, name)
+                name: getattr(own, name)
                 for name in ("inlet_shape", "outlet_shape", "hidden_shape")
             }
-            if replace(saved, **shapes) != now:
+            if replace(places[here.site.name], **shapes) != own:
                 raise InvalidInputError(
                     f"the host's shapes at {here.site.name} are not those that were "
                     "saved. Build the same host with an example of the same shape."
