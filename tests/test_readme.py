@@ -31,7 +31,7 @@ def run(example: str, known: Mapping[str, object] = EMPTY) -> dict[str, object]:
 def test_the_network_of_the_readme_grows_and_gets_better(capsys):
     names = run(examples()[0])
     grower = names["grower"]
-    assert "HOLDING" in capsys.readouterr().out
+    assert "12 -> 48 units" in capsys.readouterr().out
     assert type(names["grown"]) is nn.Sequential
     assert sum(p.numel() for p in names["grown"].parameters()) > 2_000
     assert grower.history[-1].metric > 0.8
