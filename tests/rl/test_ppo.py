@@ -55,11 +55,11 @@ USED = ((True, False, True), (True, True, False), (True, True, True))
 class chance:  # noqa: N801
     """Makes `Chance` with one source of masks; can be sent to a process."""
 
-    def __init__(self, masks="info", relevant=None):
-        self.given = masks, relevant
+    def __init__(self, masks="info"):
+        self.masks = masks
 
     def __call__(self):
-        return Chance(*self.given)
+        return Chance(self.masks)
 
 
 def weights(agent):
@@ -100,7 +100,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
 @pytest.mark.parametrize("options", [{"separate_value": True}, {"layers": 2}])
 def test_the_same_with_other_networks_and_with_a_causal_table(options):
     table = [[True, True, False], [True, False, True], [True, False, False]]
-    env = chance(relevant=table)
+    env = chance()
     agent = PPO(env, memory="gru", head_relevance=table, **ONCE, **SMALL, **options)
     for record in learnt(agent, 3 * 96):
         assert abs(record.update.kl) < 1e-6
@@ -307,7 +307,7 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
 )
 def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
-    agent = PPO(chance("info", USED), memory=memory, num_envs=2, **options, **SMALL)
+    agent = PPO(chance(), memory=memory, num_envs=2, **options, **SMALL)
     learnt(agent, 48)
     agent.export(tmp_path / "agent.onnx")
     session = runtime.InferenceSession(tmp_path / "agent.onnx")
@@ -318,7 +318,7 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         mask = np.stack([legal(row) for row in seen])
         action, memories = agent.predict(seen, memories, action_masks=mask)
         given = {"vector": seen, "state": state, "mask": mask}
-        given["first"] = np.full(3, time == 0)
+        given["episode_start"] = np.full(3, time == 0)
         chosen, _, _, state = session.run(None, given)
         assert (chosen == action).all()
         np.testing.assert_allclose(state, memories, atol=1e-5)
