@@ -1087,7 +1087,12 @@ def bad_mask(mask):
         (chance(), {"seed": -1}, "seed must be greater than or equal to 0"),
         (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
         (chance(), {"width": None}, r"width must be a valid integer"),
-        (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
+        (chance(), {"learning_rate": min}, "be a number, got .* Use schedule=..., su"),
+        (chance(), {"clip_range": "linear"}, "got 'linear'. Use clip_schedule=..., "),
+        (chance(), {"n_steps": 5}, "no argument 'n_steps'; did you mean 'rollout_ste"),
+        (chance(), {"verbose": 1}, r"no argument 'verbose'. Use learn\(progress=True"),
+        (chance(), {"policy": "A"}, "no argument 'policy'. Use memory, width or enc"),
+        ("MlpPolicy", {}, "no argument 'policy'. Use memory, width or encoder; the"),
         (chance(), {"learning_rate": 2}, r"learning_rate must be in \(0, 1\], got 2"),
         (
             chance(),
@@ -1130,6 +1135,16 @@ def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):
     with pytest.raises(InvalidInputError, match=match) as caught:
         PPO(env, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_other_libraries_are_translated():
+    with pytest.raises(InvalidInputError, match="no argument 'policy'"):
+        PPO("MlpPolicy", "CartPole-v1")
+    agent = PPO(Seen, num_envs=1, **SMALL)
+    with pytest.raises(InvalidInputError, match="did you mean 'total_steps'"):
+        agent.learn(total_timesteps=12)
+    with pytest.raises(InvalidInputError, match="did you mean 'episodes'"):
+        agent.evaluate(n_eval_episodes=2)
 
 
 @pytest.mark.parametrize(

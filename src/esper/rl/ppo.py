@@ -62,6 +62,8 @@ from esper.rl.settings import (
     PPOSettings,
     Schedule,
     changed,
+    names_checked,
+    numbers,
     plain,
 )
 from esper.rl.spaces import SpaceSpec, flags, parts_of
@@ -171,6 +173,7 @@ class PPO(Stateful):
     DERIVED = ("_rollout", "_recent")
     relative = False
 
+    @names_checked
     def __init__(
         self,
         env: Source,
@@ -218,7 +221,7 @@ class PPO(Stateful):
         for name in ("num_envs", "rollout_steps"):
             if values[name] is None:
                 del values[name]
-        settings = PPOSettings(**plain(values))
+        settings = PPOSettings(**plain(numbers(values)))
         settings.require_schedules()
         where = usable_device(device)
         self._source: Source | None = env
@@ -320,6 +323,7 @@ class PPO(Stateful):
         rest = f"{memory=}, {width=}, env_steps={self.env_steps}"
         return f"{type(self).__name__}({where}, {seen} -> {heads}, {rest})"
 
+    @names_checked
     def learn(
         self,
         total_steps: float,
@@ -511,6 +515,7 @@ class PPO(Stateful):
             after = memory.cpu().numpy()
         return (first_of(spec.action_space, actions) if single else actions), after
 
+    @names_checked
     def evaluate(
         self,
         episodes: int = 20,
