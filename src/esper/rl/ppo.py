@@ -384,7 +384,7 @@ class PPO(Stateful):
                 self.progress = loop.last_progress
             loop.call("on_train_end", loop)
         finally:
-            loop.call("on_close")
+            loop.close()
         return self
 
     def collect(self) -> list[WorldRollout]:
