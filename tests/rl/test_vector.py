@@ -10,7 +10,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper import PPO
-from esper.contracts.errors import EsperWarning, InvalidInputError, WorkersError
+from esper.contracts.errors import (
+    EsperWarning,
+    InvalidInputError,
+    InvalidStateError,
+    WorkersError,
+)
 from esper.rl.callbacks import EvalCallback
 from esper.rl.vector import Vector
 from tests.hostile_envs import Tame
@@ -178,6 +183,8 @@ def test_settings_can_be_pickled():
         again = pickle.loads(pickle.dumps(agent.settings))
         assert again == agent.settings
         assert again.factors(0.5) == agent.settings.factors(0.5)
+        with pytest.raises(InvalidStateError, match="Use save and PPO"):
+            pickle.dumps(agent)
 
 
 def test_an_agent_says_what_it_is(tmp_path):

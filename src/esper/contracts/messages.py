@@ -15,7 +15,6 @@ SYNONYMS: Final = {
     "env_kwargs": "a function: PPO(lambda: gymnasium.make(id, ...))",
     "n_envs": "num_envs",
     "n_epochs": "epochs",
-    "n_eval_episodes": "episodes",
     "n_steps": "rollout_steps",
     "policy": "memory, width or encoder; the first argument is env",
     "policy_kwargs": "width or encoder",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import gymnasium
 import numpy as np
@@ -312,6 +312,11 @@ class PPO(Stateful):
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidStateError(
+            "an agent cannot be pickled or copied. Use save and PPO.load."
+        )
+
     def __repr__(self) -> str:
         where = "no environment"
         if self.world is not None:
@@ -515,7 +520,6 @@ class PPO(Stateful):
             after = memory.cpu().numpy()
         return (first_of(spec.action_space, actions) if single else actions), after
 
-    @names_checked
     def evaluate(
         self,
         episodes: int = 20,
