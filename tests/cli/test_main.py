@@ -59,6 +59,7 @@ REFUSED = [
     (("runs", "--runs", "x" * 300), "names of at most 255 bytes"),
     (("config", "more"), "unrecognized arguments: more"),
     (("config", "--resume", "x"), "there is no option '--resume'"),
+    (("ppo", "A-v0", "--n-steps", "3"), "'--n-steps'; did you mean '--rollout_steps'"),
     (("grow",), "the following arguments are required: --task"),
     (("grow", "--task", "lettre"), "did you mean 'letter'?"),
     (("grow", "--task", "x" * 300), "expected one of digits"),

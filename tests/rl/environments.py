@@ -32,8 +32,8 @@ class Chance(gymnasium.Env):
 
     action_space = spaces.MultiDiscrete(SIZES)
 
-    def __init__(self, masks: str = "info", relevant: Any = None) -> None:
-        self.masks, self.head_relevance = masks, relevant
+    def __init__(self, masks: str = "info") -> None:
+        self.masks = masks
         vector = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.observation_space = vector
         if masks == "observation":
@@ -56,10 +56,7 @@ class Chance(gymnasium.Env):
 
     def step(self, action):
         if self.masks != "none":
-            fine = legal(self.seen)[np.add(action, STARTS)]
-            if self.head_relevance is not None:  # unused heads may be illegal
-                fine |= ~np.array(self.head_relevance)[action[0]]
-            assert fine.all(), "illegal"
+            assert legal(self.seen)[np.add(action, STARTS)].all(), "illegal"
         reward = float(self.np_random.standard_normal())
         ends = self.np_random.random(2) < 0.15
         observation, info = self._show()

@@ -15,6 +15,7 @@ from esper.rl.callbacks import (
     OptunaPruning,
     VideoCallback,
 )
+from esper.training.loop import Callback
 from tests.rl.environments import Late
 
 SMALL = {"num_envs": 4, "rollout_steps": 16, "width": 8, "seed": 0}
@@ -64,6 +65,31 @@ def test_an_evaluation_does_not_reset_the_environments_of_the_training():
     agent.learn(64, callback=EvalCallback(every=1, episodes=2, env="CartPole-v1"))
     with pytest.raises(InvalidInputError, match="every must be a positive integer"):
         EvalCallback(every=0)
+    with pytest.raises(InvalidInputError, match="patience must be a positive integer"):
+        EvalCallback(patience=0)
+
+
+def test_a_folder_in_place_of_a_file_is_refused_before_the_training(tmp_path):
+    with pytest.raises(InvalidInputError, match="is a folder"):
+        EvalCallback(keep_best=tmp_path)
+    with pytest.raises(InvalidInputError, match="is a folder"):
+        CheckpointCallback("checkpoints/")
+
+
+def test_all_callbacks_are_closed_after_an_error_in_one_of_them():
+    closed = []
+
+    class Fails(Callback):
+        """Cannot be closed."""
+
+        def on_close(self):
+            closed.append(self)
+            raise OSError("full")
+
+    both = [Fails(), Fails()]
+    with pytest.raises(OSError, match="full"):
+        PPO("CartPole-v1", **SMALL).learn(64, callback=both)
+    assert closed == both
 
 
 def test_optuna_prunes_trials():
@@ -85,7 +111,7 @@ def test_optuna_prunes_trials():
 
     both.optimize(objective, n_trials=1)
     reported = both.trials[0].intermediate_values
-    assert reported[192] == found.history[0][1].mean
+    assert reported == {steps: result.mean for steps, result in found.history}
 
 
 class Film(Late):

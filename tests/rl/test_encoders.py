@@ -289,7 +289,7 @@ def test_an_agent_with_an_encoder_is_exported(tmp_path):
     seen = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
     mask = np.ones((3, 10), bool)
     action, state = agent.predict({"seen": seen, "action_mask": mask})
-    given = {"vector": seen, "mask": mask, "first": np.ones(3, bool)}
+    given = {"vector": seen, "mask": mask, "episode_start": np.ones(3, bool)}
     given["state"] = np.zeros((3, *agent.policy.state_shape), np.float32)
     chosen, _, _, after = session.run(None, given)
     assert (chosen == action).all()

@@ -145,7 +145,7 @@ class Sleeps(Tame):
         time.sleep(600 if action else 0)
         return super().step(action)
 
-vector = Vector(Sleeps, 2, "async")
+vector = Vector(Sleeps, 2, "async", num_workers=2)
 vector.reset()
 print(*[process.pid for process in vector.env.processes], flush=True)
 vector.step(torch.tensor([[0], [1]]))

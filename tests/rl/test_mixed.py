@@ -69,11 +69,11 @@ class Workshop(gymnasium.Env):
         for part in parts_of(self.action_space):
             for index, number in enumerate(np.reshape(part.of(action), -1)):
                 used = self.relevant is None or self.relevant[action["tool"]][head]
-                if not used:
-                    assert number == (0 if part.sizes else 45.0), "not forced"
-                elif part.sizes and self.masked:
-                    assert self.legal[at + int(number)], "illegal"
-                at += part.sizes[index] if part.sizes else 0
+                assert part.sizes or used or number == 45.0, "not forced"
+                if part.sizes:
+                    row = self.legal[at : (at := at + part.sizes[index])]
+                    assert row[int(number)] or not self.masked, "illegal"
+                    assert used or number == row.argmax(), "not forced"
                 head += 1
         ends = map(bool, self.np_random.random(2) < 0.15)
         seen, info = self._show()
@@ -170,7 +170,8 @@ def test_a_number_that_the_tool_does_not_use_has_no_part(autoregressive):
     assert (slopes[~used] == 0).all()
     assert (slopes[used & numbers] > 0).all()
     assert not used.all(dim=-1).any()
-    for stored in (batch.actions, batch.log_probs, new.log_probs):
+    assert (batch.actions[~used & numbers] == 0).all()
+    for stored in (batch.log_probs, new.log_probs):
         assert (stored[~used] == 0).all()
     kl = new.family.kl(batch.distribution, new.distribution, batch.masks)
     assert (kl[~used] == 0).all()
@@ -386,7 +387,7 @@ def test_an_exported_agent_acts_the_same(options, tmp_path):
         mask[range(3), chance.integers(3, size=3)] = False
         action, memories = agent.predict(seen, memories, action_masks=mask)
         given = {"vector": seen, "state": state, "mask": mask}
-        given["first"] = np.full(3, time == 0)
+        given["episode_start"] = np.full(3, time == 0)
         chosen, _, _, state = session.run(None, given)
         assert (chosen[:, 0] == action["tool"]).all()
         assert (chosen[:, 2] == action["speed"]).all()

@@ -55,11 +55,11 @@ USED = ((True, False, True), (True, True, False), (True, True, True))
 class chance:  # noqa: N801
     """Makes `Chance` with one source of masks; can be sent to a process."""
 
-    def __init__(self, masks="info", relevant=None):
-        self.given = masks, relevant
+    def __init__(self, masks="info"):
+        self.masks = masks
 
     def __call__(self):
-        return Chance(*self.given)
+        return Chance(self.masks)
 
 
 def weights(agent):
@@ -100,7 +100,7 @@ def test_the_first_minibatch_sees_the_policy_that_acted(memory, masks):
 @pytest.mark.parametrize("options", [{"separate_value": True}, {"layers": 2}])
 def test_the_same_with_other_networks_and_with_a_causal_table(options):
     table = [[True, True, False], [True, False, True], [True, False, False]]
-    env = chance(relevant=table)
+    env = chance()
     agent = PPO(env, memory="gru", head_relevance=table, **ONCE, **SMALL, **options)
     for record in learnt(agent, 3 * 96):
         assert abs(record.update.kl) < 1e-6
@@ -307,7 +307,7 @@ def test_a_saved_agent_is_the_same_and_learns_on_the_same(memory, tmp_path):
 )
 def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
-    agent = PPO(chance("info", USED), memory=memory, num_envs=2, **options, **SMALL)
+    agent = PPO(chance(), memory=memory, num_envs=2, **options, **SMALL)
     learnt(agent, 48)
     agent.export(tmp_path / "agent.onnx")
     session = runtime.InferenceSession(tmp_path / "agent.onnx")
@@ -318,7 +318,7 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         mask = np.stack([legal(row) for row in seen])
         action, memories = agent.predict(seen, memories, action_masks=mask)
         given = {"vector": seen, "state": state, "mask": mask}
-        given["first"] = np.full(3, time == 0)
+        given["episode_start"] = np.full(3, time == 0)
         chosen, _, _, state = session.run(None, given)
         assert (chosen == action).all()
         np.testing.assert_allclose(state, memories, atol=1e-5)
@@ -453,7 +453,9 @@ def test_numbers_of_numpy_are_settings_too(tmp_path):
         ("CartPole-v1", np.zeros(5), r"the shape \(4,\), or \(n, 4\) .*got \(5,\)"),
         ("CartPole-v1", np.zeros((2, 2, 4)), r"or \(n, 4\) for n .*got \(2, 2, 4\)"),
         ("CartPole-v1", np.zeros((0, 4)), r"got \(0, 4\)"),
-        ("CartPole-v1", None, r"got \(\)"),
+        ("CartPole-v1", "x", r"got \(\)"),
+        ("CartPole-v1", (np.zeros(4), {}), "not an array. Give the first result of"),
+        ("FrozenLake-v1", (0, {"prob": 1}), "not an array. Give the first result of"),
         ("FrozenLake-v1", np.zeros((2, 1), int), r"the shape \(\), or \(n,\) for n"),
         (chance("observation"), {"action_mask": np.ones(10)}, "has no seen"),
     ],
@@ -1087,7 +1089,12 @@ def bad_mask(mask):
         (chance(), {"seed": -1}, "seed must be greater than or equal to 0"),
         (chance(), {"normalize": "maybe"}, "normalize must be a valid boolean"),
         (chance(), {"width": None}, r"width must be a valid integer"),
-        (chance(), {"learning_rate": min}, "learning_rate must be a valid number"),
+        (chance(), {"learning_rate": min}, "be a number, got .* Use schedule=..., su"),
+        (chance(), {"clip_range": "linear"}, "got 'linear'. Use clip_schedule=..., "),
+        (chance(), {"n_steps": 5}, "no argument 'n_steps'; did you mean 'rollout_ste"),
+        (chance(), {"verbose": 1}, r"no argument 'verbose'. Use learn\(progress=True"),
+        (chance(), {"policy": "A"}, "no argument 'policy'. Use memory, width or enc"),
+        ("MlpPolicy", {}, "no argument 'policy'. Use memory, width or encoder; the"),
         (chance(), {"learning_rate": 2}, r"learning_rate must be in \(0, 1\], got 2"),
         (
             chance(),
@@ -1130,6 +1137,14 @@ def test_what_cannot_be_learnt_is_refused_in_one_line(env, options, match):
     with pytest.raises(InvalidInputError, match=match) as caught:
         PPO(env, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_other_libraries_are_translated():
+    with pytest.raises(InvalidInputError, match="no argument 'policy'"):
+        PPO("MlpPolicy", "CartPole-v1")
+    agent = PPO(Seen, num_envs=1, **SMALL)
+    with pytest.raises(InvalidInputError, match="did you mean 'total_steps'"):
+        agent.learn(total_timesteps=12)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from esper import PPO
 from esper.cli import main
 from esper.cli.train import report_interruption
-from esper.contracts.errors import InvalidInputError, WorkersError
+from esper.contracts.errors import InvalidInputError, NumericsError, WorkersError
 from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
 from esper.runs.run import Run
 from esper.runs.settings import construct
@@ -88,6 +88,22 @@ class OnMessage(Callback):
 
     def on_message(self, text, **more):
         self.told.append(text)
+
+
+class Spoilt(Probe):
+    """Its rewards are NaN."""
+
+    def reward(self, action):
+        return float("nan")
+
+
+def test_a_run_names_the_environment_that_gives_no_finite_numbers(tmp_path):
+    gymnasium.register("esper-test/Spoilt-v0", Spoilt)
+    config = replace(small_ppo(tmp_path, "run", 2), env="esper-test/Spoilt-v0")
+    words = "Spoilt-v0 gave the reward nan in environment 0 .* correct its environment"
+    with pytest.raises(NumericsError, match=words):
+        begin_ppo(config)
+    del gymnasium.registry["esper-test/Spoilt-v0"]
 
 
 class Forever(Probe):

@@ -1,6 +1,7 @@
 """Environments that are given, and environments in a few processes."""
 
 import pickle
+from functools import partial
 
 import gymnasium
 import pytest
@@ -9,7 +10,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from esper import PPO
-from esper.contracts.errors import InvalidInputError, WorkersError
+from esper.contracts.errors import (
+    EsperWarning,
+    InvalidInputError,
+    InvalidStateError,
+    WorkersError,
+)
 from esper.rl.callbacks import EvalCallback
 from esper.rl.vector import Vector
 from tests.hostile_envs import Tame
@@ -53,11 +59,28 @@ def test_an_environment_can_be_given_itself(tmp_path):
             {"vectorization": "async"},
             "'async' makes new environments. Pass an id",
         ),
+        (
+            lambda: partial(lambda env: env, Seen()),
+            {"num_envs": 2},
+            "the function returned the same environment twice. Make a new one",
+        ),
     ],
 )
 def test_what_a_given_environment_cannot_do_is_refused(make, options, words):
     with pytest.raises(InvalidInputError, match=words):
         PPO(make(), **options)
+
+
+class Plural(Seen):
+    """Has its mask under the name of SB3's method."""
+
+    def info(self):
+        return {"action_masks": [1, 1]}
+
+
+def test_a_mask_under_another_name_is_a_warning():
+    with pytest.warns(EsperWarning, match="is not read. Name it 'action_mask'"):
+        PPO(Plural, num_envs=1, **SMALL).learn(12)
 
 
 def test_an_environment_without_a_spec_is_evaluated_elsewhere():
@@ -160,6 +183,8 @@ def test_settings_can_be_pickled():
         again = pickle.loads(pickle.dumps(agent.settings))
         assert again == agent.settings
         assert again.factors(0.5) == agent.settings.factors(0.5)
+        with pytest.raises(InvalidStateError, match="Use save and PPO"):
+            pickle.dumps(agent)
 
 
 def test_an_agent_says_what_it_is(tmp_path):

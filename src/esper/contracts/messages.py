@@ -8,6 +8,24 @@ from typing import Final
 from esper.contracts.errors import InvalidInputError
 
 MAX_MESSAGE_LENGTH: Final = 200
+SYNONYMS: Final = {
+    "batch_size": "minibatches, their number",
+    "clip_range_vf": "value_clip",
+    "ent_coef": "entropy_coef",
+    "env_kwargs": "a function: PPO(lambda: gymnasium.make(id, ...))",
+    "n_envs": "num_envs",
+    "n_epochs": "epochs",
+    "n_steps": "rollout_steps",
+    "policy": "memory, width or encoder; the first argument is env",
+    "policy_kwargs": "width or encoder",
+    "progress_bar": "progress",
+    "tb_log_name": "logger",
+    "tensorboard_log": "learn(logger='tensorboard')",
+    "total_timesteps": "total_steps",
+    "verbose": "learn(progress=True)",
+    "vf_coef": "value_coef",
+}
+"""Names in Stable-Baselines3, and what to use instead."""
 
 
 def printable(text: str) -> str:
@@ -53,6 +71,9 @@ def short(path: Path) -> str:
 
 def unknown(what: str, name: str, known: Collection[str]) -> InvalidInputError:
     """An error about an unknown name; `what` begins it: "there is no task"."""
+    instead = SYNONYMS.get(name)
+    if instead is not None and instead not in known:
+        return refusal(f"{what} {quoted(name)}. Use {instead}.")
     return refusal(
         f"{what} {quoted(name)}; did you mean {nearest(name, known)!r}? There are "
         f"{', '.join(known)}."
@@ -60,9 +81,11 @@ def unknown(what: str, name: str, known: Collection[str]) -> InvalidInputError:
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The known name most similar to a name or equal to it after its last dot."""
+    """The known name that means the same, ends in the name or is most similar."""
     exact = {known.lower(): known for known in names}
     word = name.lower().lstrip("-")
-    same_end = [known for known in names if known.rpartition(".")[2] == word]
+    same = (word, SYNONYMS.get(word.replace("-", "_")))
+    ends = {known: known.rpartition(".")[2].lstrip("-") for known in names}
+    same_end = [known for known, end in ends.items() if end in same]
     found = same_end or get_close_matches(name[:99].lower(), exact, n=1, cutoff=0.0)
     return exact[found[0].lower()]

@@ -22,7 +22,7 @@ from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import RecordVideo
 
 from esper.contracts.errors import InvalidInputError
-from esper.contracts.messages import described, one_line
+from esper.contracts.messages import described, one_line, quoted
 from esper.files import storage
 from esper.rl.ppo import PPO, EpisodeReturns
 from esper.rl.vector import Source
@@ -56,9 +56,11 @@ class EvalCallback(Callback):
         deterministic: bool = True,
         seed: int = 1,
     ) -> None:
-        self._every, self._episodes, self._env = _count("every", every), episodes, env
-        self._file = None if keep_best is None else Path(keep_best)
-        self._stop_at, self._patience = stop_at, patience
+        self._every, self._env = _count("every", every), env
+        self._episodes = _count("episodes", episodes)
+        self._file = None if keep_best is None else _file(keep_best)
+        self._stop_at = stop_at
+        self._patience = None if patience is None else _count("patience", patience)
         self._options = {"deterministic": deterministic, "seed": seed}
         self.best = -np.inf
         """Highest mean return so far."""
@@ -103,7 +105,7 @@ class CheckpointCallback(Callback):
     """
 
     def __init__(self, path: str | Path, every: int = 10) -> None:
-        self._path, self._every = str(path), _count("every", every)
+        self._path, self._every = str(_file(path)), _count("every", every)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Save it if it is time."""
@@ -179,8 +181,8 @@ class VideoCallback(Callback):
 class OptunaPruning(Callback):
     """Reports returns to an Optuna trial, and ends the training if it is pruned.
 
-    Reports those of `EvalCallback` if that is among the callbacks before it, else the
-    mean of the last 100 episodes. Raises `optuna.TrialPruned`.
+    Reports those of `EvalCallback` if there is one, else the mean of the last 100
+    episodes. Raises `optuna.TrialPruned`.
 
     Args:
         trial: The trial of the objective that calls `learn`.
@@ -188,6 +190,10 @@ class OptunaPruning(Callback):
 
     def __init__(self, trial: Any) -> None:  # noqa: ANN401
         self._trial, self._evaluates = trial, False
+
+    def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
+        """Look for evaluations, which are no returns of training."""
+        self._evaluates = any(isinstance(c, EvalCallback) for c in loop.callbacks)
 
     def on_metrics(self, loop: TrainingLoop, metrics: Any) -> None:  # noqa: ANN401
         """Report an evaluation."""
@@ -224,6 +230,16 @@ def _save(agent: PPO, loop: TrainingLoop, file: Path) -> None:
     """Save an agent that learns, with the progress of its schedules."""
     agent.progress = loop.last_progress
     agent.save(file)
+
+
+def _file(path: str | Path) -> Path:
+    """The path; refuses a folder, which would be noticed at the first save."""
+    if str(path).endswith("/") or Path(path).is_dir():
+        raise InvalidInputError(
+            f"{quoted(str(path))} is a folder. Give a file in it, such as "
+            "agent.safetensors."
+        )
+    return Path(path)
 
 
 def _count(name: str, value: int) -> int:

@@ -397,14 +397,14 @@ def _action(
 
 
 def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[float]:
-    """A legal choice or a number of each head; 0 where the op does not use a head."""
+    """A choice or a number of each head; the first where the op does not use it."""
     has_table, table = rows.ndim == 3, spec.head_relevance
     picked: list[float] = []
     for head, is_number in enumerate(spec.numeric):
         op = int(picked[0]) if head else 0
         row = rows[op, head] if has_table else rows[head]
         if table is not None and not table[op][head]:
-            picked.append(0)
+            picked.append(int(row.argmax()))
         elif is_number:
             picked.append(chance.uniform(-1.0, 1.0))
         else:

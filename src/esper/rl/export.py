@@ -2,7 +2,7 @@
 
     vector, image0, ...   observation, as `SpaceSpec.vector` and `images` encode it
     state                 memory before the step, initially zeros
-    first                 whether the observation is the first of an episode
+    episode_start         whether the observation is the first of an episode
     mask                  legal choices of all heads, concatenated (not for a Box)
  -> action                most likely choices; of a Box, means in [-1, 1] of its range
     distribution          padded log-probabilities; of a Box, mean and log std
@@ -34,7 +34,7 @@ class Step(nn.Module):
     def __init__(self, agent: "PPO") -> None:
         super().__init__()
         self.policy, self.spec = agent.policy, agent.spec
-        self.names = (*agent.spec.observation, "state", "first")
+        self.names = (*agent.spec.observation, "state", "episode_start")
         if not agent.spec.is_continuous:
             self.names = (*self.names, "mask")
         columns = len(agent.spec.normalised)
@@ -49,7 +49,7 @@ class Step(nn.Module):
     def forward(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Action, distribution, value and state."""
         named = dict(zip(self.names, given, strict=True))
-        state, episode_start = named.pop("state"), named.pop("first")
+        state, episode_start = named.pop("state"), named.pop("episode_start")
         mask, masks = named.pop("mask", None), None
         if mask is not None:
             blank = torch.zeros_like(mask[:, :1])

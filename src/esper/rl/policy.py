@@ -7,9 +7,9 @@ r"""A policy for any spaces: encoder, memory, heads and a value.
 Heads are drawn independently of each other, with two exceptions:
 
     head_relevance[op, head]  the first head is the op: the others are drawn given its
-                        choice, and those that the op does not use are forced to choice
-                        0 or to the number 0, the middle of a range, so they have no
-                        part in ratio, entropy, KL and gradient
+                        choice, and those that the op does not use are forced to their
+                        first legal choice or to the number 0, the middle of a range, so
+                        they have no part in ratio, entropy, KL and gradient
     autoregressive      every head is drawn given the choices of all heads before it
 
 A choice is given by adding its embedding to what the hidden layer of a head puts out,
@@ -268,14 +268,18 @@ class SpacePolicy(nn.Module):
         op: Int64[Tensor, " env"],
         masks: Bool[Tensor, "env *op head choice"],
     ) -> Bool[Tensor, "env head choice"]:
-        """What may be chosen with an op; choice 0 alone for heads it does not use."""
+        """What may be chosen with an op; one choice for heads it does not use."""
         rows = masks
         if masks.ndim == 4:
             rows = masks[torch.arange(len(op), device=op.device), op]
         if self._relevant is not None:
             uses = self._relevant.index_select(0, op).unsqueeze(2)
+            # The first legal choice, or choice 0 if none is legal with this op.
+            one = rows & (rows.cumsum(2) == 1)
+            none = ~rows.any(2, keepdim=True)
+            one |= none & first_choice(rows.shape[2], rows.device)
             # Not torch.where: ONNX Runtime has none for booleans.
-            rows = (uses & rows) | (~uses & first_choice(rows.shape[2], rows.device))
+            rows = (uses & rows) | (~uses & one)
         return rows
 
     def evaluate_actions(

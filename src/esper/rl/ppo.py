@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import gymnasium
 import numpy as np
@@ -62,6 +62,8 @@ from esper.rl.settings import (
     PPOSettings,
     Schedule,
     changed,
+    names_checked,
+    numbers,
     plain,
 )
 from esper.rl.spaces import SpaceSpec, flags, parts_of
@@ -171,6 +173,7 @@ class PPO(Stateful):
     DERIVED = ("_rollout", "_recent")
     relative = False
 
+    @names_checked
     def __init__(
         self,
         env: Source,
@@ -218,7 +221,7 @@ class PPO(Stateful):
         for name in ("num_envs", "rollout_steps"):
             if values[name] is None:
                 del values[name]
-        settings = PPOSettings(**plain(values))
+        settings = PPOSettings(**plain(numbers(values)))
         settings.require_schedules()
         where = usable_device(device)
         self._source: Source | None = env
@@ -309,6 +312,11 @@ class PPO(Stateful):
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
 
+    def __reduce__(self) -> NoReturn:
+        raise InvalidStateError(
+            "an agent cannot be pickled or copied. Use save and PPO.load."
+        )
+
     def __repr__(self) -> str:
         where = "no environment"
         if self.world is not None:
@@ -320,6 +328,7 @@ class PPO(Stateful):
         rest = f"{memory=}, {width=}, env_steps={self.env_steps}"
         return f"{type(self).__name__}({where}, {seen} -> {heads}, {rest})"
 
+    @names_checked
     def learn(
         self,
         total_steps: float,
@@ -380,7 +389,7 @@ class PPO(Stateful):
                 self.progress = loop.last_progress
             loop.call("on_train_end", loop)
         finally:
-            loop.call("on_close")
+            loop.close()
         return self
 
     def collect(self) -> list[WorldRollout]:

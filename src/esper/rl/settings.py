@@ -5,8 +5,10 @@ The names are those of the constructor of `PPO` and of the options of `esper ppo
 
 from collections.abc import Callable, Mapping
 from dataclasses import field, replace
+from functools import wraps
+from inspect import signature
 from math import cos, inf, pi
-from typing import Annotated, Any, Final, Literal, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -22,6 +24,7 @@ from esper.simic.agent.memory import MemoryName
 from esper.simic.agent.ppo import PPOConfig
 from esper.workers.deadline import TIMEOUT
 
+F = TypeVar("F", bound=Callable[..., Any])
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 FALLS: Final[dict[str, Callable[[float], float]]] = {
@@ -201,7 +204,34 @@ def changed(settings: PPOSettings, changes: Mapping[str, Any]) -> PPOSettings:
             if name in (*PPOSettings.__dataclass_fields__, "head_relevance"):
                 raise refusal(f"{name} belongs to the saved weights. Omit it.")
             raise unknown("there is no setting", name, Changes.__annotations__)
-    return replace(settings, **plain(changes))
+    return replace(settings, **plain(numbers(changes)))
+
+
+def numbers(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values; refuses schedules in place of numbers, as SB3 takes them."""
+    for name, schedule in zip(("learning_rate", "clip_range"), SCHEDULES, strict=True):
+        if callable(given := values.get(name)) or isinstance(given, str):
+            raise refusal(
+                f"{name} must be a number, got {quoted(given)}. Use {schedule}=..., "
+                "such as 'linear' or a function from progress to a factor."
+            )
+    return values
+
+
+def names_checked(method: F) -> F:
+    """The method; an argument that it does not have raises an error with the name."""
+    _, *known = signature(method).parameters
+
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        given = [name for name in options if name not in known]
+        if any(isinstance(each, str) and each.endswith("Policy") for each in args):
+            given.append("policy")
+        for name in given:
+            raise unknown("there is no argument", name, known)
+        return method(*args, **options)
+
+    return cast("F", call)
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401

@@ -287,11 +287,15 @@ class SpaceSpec:
         for part in self._observation_parts:
             own = part.space.shape or ()
             try:
-                shape = np.shape(part.of(observation))
+                array = np.asarray(part.of(observation))
+                if array.dtype == object:
+                    raise TypeError
             except (LookupError, TypeError, ValueError):
-                raise InvalidInputError(
-                    f"the observation has no {part.name}."
-                ) from None
+                what = f"has no {part.name}."
+                if not part.path:
+                    what = "is not an array. Give the first result of reset or step."
+                raise InvalidInputError(f"the observation {what}") from None
+            shape = array.shape
             if shape != own and (shape[1:] != own or not shape[0]):
                 several = ", ".join(map(str, ("n", *own))) + ("" if own else ",")
                 raise InvalidInputError(

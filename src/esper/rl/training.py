@@ -263,7 +263,7 @@ def _attempt(
             again = resume_command(run.path, config.env)
             raise type(error)(f"{error} Resume {after} with: {again}") from error
         finally:
-            trainer.call("on_close")
+            trainer.close()
             agent.close()
     return start, trainer, trouble
 

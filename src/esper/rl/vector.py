@@ -94,6 +94,11 @@ class SyncEnvs(SyncVectorEnv):
     ) -> None:
         self._seconds, self.at = seconds, c_int() if at is None else at
         super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        if len({id(env.unwrapped) for env in self.envs}) < self.num_envs:
+            raise InvalidInputError(
+                "the function returned the same environment twice. Make a new one in "
+                "each call, or pass the environment itself."
+            )
 
     @property
     def has_masks(self) -> bool:
@@ -117,6 +122,9 @@ class SyncEnvs(SyncVectorEnv):
         for self.at.value, reset in enumerate(resets):
             shown, info = reset(seed=None if seed is None else seed + self.at.value)
             mask = [info[MASK]] if MASK in info else []
+            if MASK_METHOD in info and not (mask or self.has_masks):
+                what = f"info['{MASK_METHOD}'] is not read. Name it '{MASK}'."
+                warnings.warn(what, EsperWarning, stacklevel=2)
             found.append((shown, 0.0, False, False, mask, None))
         return found
 

@@ -10,6 +10,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
@@ -245,6 +246,12 @@ class TrainingLoop(Stateful):
         """Call one hook of all callbacks, by name."""
         for callback in self.callbacks:
             getattr(callback, hook)(*args, **options)
+
+    def close(self) -> None:
+        """Call `on_close` of all callbacks, also after an error in one of them."""
+        with ExitStack() as opened:
+            for callback in reversed(self.callbacks):
+                opened.callback(callback.on_close)
 
     def run(self) -> RoundRecord | None:
         """Play rounds until the budget is used up, a signal comes or it diverges.

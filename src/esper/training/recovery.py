@@ -64,8 +64,8 @@ def train_to_end(
             rollbacks = loop.rollbacks + 1
             starts.append(start)
     raise NumericsError(
-        f"run {run.name}: numbers were not finite, even after {PATIENCE} returns to a "
-        f"checkpoint. Lower its learning_rate; see {DIAGNOSIS} in its folder."
+        f"run {run.name}: {failure}. {PATIENCE} returns to a checkpoint did not help. "
+        f"Lower its learning_rate, or correct its environment; see {DIAGNOSIS}."
     )
 
 

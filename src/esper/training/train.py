@@ -213,7 +213,7 @@ def _attempt(
                 cost = run.facts(START) if recorded else {"recorded_steps": 0}
                 run.finish(done | cost)
         finally:
-            loop.call("on_close")
+            loop.close()
     return start, loop, None
 
 
