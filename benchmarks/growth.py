@@ -4,7 +4,7 @@ One process, alternating, CPU seconds of its one thread: the user's own step bes
 same step through a Grower without seeds, on the same network and optimiser, since two
 networks of one kind differ by more than is asked for here, by where they lie in memory.
 Then with a seed that trains in shadow passes and with one that is blended in, for a
-narrow and a wide host. What a training seed cannot do without is its own share, which
+narrow and a wide host, and after seeds were kept. What a training seed cannot do without is its own share, which
 is what a seed that is blended in costs, and one forward pass of what lies behind its
 inlet; the way back from the loss to its outlet comes on top.
 """
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from benchmarks import timing
 from benchmarks.timing import Report
 from esper.grower import Grower
+from esper.growth.safety import GovernorConfig
 
 ROWS, INPUTS, CLASSES = 256, 64, 10
 WIDTHS = {8: 15.0, 256: 3.0}
@@ -30,6 +31,8 @@ TURNS, WARM_UP = 80, 5
 STEPS, UNTIMED = 10, 3
 """Steps in a row in every turn, and those before them."""
 ALONE, IDLE = "the host's own step", "an idle Grower"
+KEPT, UNGUARDED = "seeds are kept", "seeds are kept, without governor"
+KEPT_WIDTHS = (64, 256, 1024)
 TRAINING, HELD = "a seed that trains", "a seed that is blended in"
 FORWARD, BACKWARD = "one forward pass", "the way back to the outlet"
 Side = Callable[[], Callable[[], None]]
@@ -37,8 +40,58 @@ Side = Callable[[], Callable[[], None]]
 
 
 def run() -> list[Report]:
-    """A table per width."""
-    return [measure(width, most) for width, most in WIDTHS.items()]
+    """A table per width, and one of networks whose seeds were kept."""
+    reports = [measure(width, most) for width, most in WIDTHS.items()]
+    return [*reports, measure_kept()]
+
+
+def measure_kept() -> Report:
+    """Steps of networks that `early` has grown, and of plain ones of that size."""
+    report = Report(
+        "One step after growing fourfold, all seeds kept",
+        ("width", "plain, ms", "grown, ms", "ratio", "ratio, governor=None"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, INPUTS, generator=generator)
+    y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    for width in KEPT_WIDTHS:
+        sides: dict[str, Side] = {}
+        for name, governor in (
+            (ALONE, None),
+            (KEPT, GovernorConfig()),
+            (UNGUARDED, None),
+        ):
+            model = host(width if name == ALONE else width // 4)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+            step = own_step(model, optimizer, x, y)
+            if name != ALONE:
+                grower = Grower(
+                    model, optimizer, example=x[:8], decisions=8, governor=governor
+                )
+                for _ in range(6):
+                    step()
+                    grower.step(metric=0.1)
+                assert model[0].out_features == model[2].out_features == width
+            sides[name] = lambda step=step: step
+        took = in_turn(sides)
+        plain = took[ALONE]
+        ratios = took[KEPT] / plain, took[UNGUARDED] / plain
+        report.add(width, 1e3 * plain, 1e3 * took[KEPT], *ratios)
+    return report
+
+
+def own_step(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
+) -> Callable[[], None]:
+    """The user's own step."""
+
+    def step() -> None:
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
 
 
 def measure(width: int, most: float) -> Report:
@@ -117,11 +170,7 @@ def with_and_without(width: int, x: Tensor, y: Tensor) -> dict[str, Side]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     growers: list[Grower] = []
 
-    def plain() -> None:
-        loss = cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    plain = own_step(model, optimizer, x, y)
 
     def alone() -> Callable[[], None]:
         for grower in growers:

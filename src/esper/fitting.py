@@ -77,7 +77,7 @@ def fit(
     learning_rate: float = 3e-3,
     controller: ControllerChoice = "early",
     metric: Callable[[nn.Module], float] | None = None,
-    budget: float = 8.0,
+    budget: float = 16.0,
     progress: bool = True,
     **options: Any,  # noqa: ANN401
 ) -> Fitted:

@@ -122,7 +122,7 @@ class Grower(NamedOps):
         *,
         example: Example,
         controller: ControllerChoice = "early",
-        budget: float | int = 8.0,
+        budget: float | int = 16.0,
         decisions: int | None = None,
         stop: Stop = "end",
         rent: float = 0.0,
