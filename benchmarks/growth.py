@@ -4,9 +4,10 @@ One process, alternating, CPU seconds of its one thread: the user's own step bes
 same step through a Grower without seeds, on the same network and optimiser, since two
 networks of one kind differ by more than is asked for here, by where they lie in memory.
 Then with a seed that trains in shadow passes and with one that is blended in, for a
-narrow and a wide host, and after seeds were kept. What a training seed cannot do without is its own share, which
-is what a seed that is blended in costs, and one forward pass of what lies behind its
-inlet; the way back from the loss to its outlet comes on top.
+narrow and a wide host, and after seeds were kept. What a training seed cannot do
+without is its own share, which is what a seed that is blended in costs, and one forward
+pass of what lies behind its inlet; the way back from the loss to its outlet comes on
+top.
 """
 
 import statistics
