@@ -257,9 +257,23 @@ MUTANTS = (
     Mutant(
         "a schedule plants more often than it says",
         "tamiyo/schedule.py",
-        "due &= (planted < count * places) & (now < torch.minimum(until, cut))",
-        "due &= now < torch.minimum(until, cut)",
+        "due &= times < count[:, None]",
+        "due &= times < 9",
         "tests/tamiyo/test_schedule.py",
+    ),
+    Mutant(
+        "moments of a folded seed keep their own bias correction",
+        "growth/optimiser.py",
+        "return None if value is None else value / self._correction(key, parameter)",
+        "return value",
+        "tests/growth/test_fold.py",
+    ),
+    Mutant(
+        "a living neighbour forgets the units of a folded seed",
+        "growth/saving/folding.py",
+        "more = block if name == \"first\" else self._blank(own, *shape)",
+        "more = self._blank(own, *shape)",
+        "tests/growth/test_fold.py",
     ),
     Mutant(
         "a checkpoint may hold numbers that are not finite",
