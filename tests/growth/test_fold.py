@@ -436,3 +436,24 @@ def test_the_end_keeps_the_output_and_what_cannot_fold():
     grower.optimizer.zero_grad()
     host(x).sum().backward()
     grower.optimizer.step()  # still trained by the user's optimiser
+
+
+# Hosts, loading and the end, where a fold is not possible or not expected.
+
+
+def test_a_host_with_a_state_that_is_no_tensor_grows():
+    class Versioned(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 1}
+
+        def set_extra_state(self, state):
+            assert state == {"version": 1}
+
+    host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5), Versioned(5, 5))
+    early = copy.deepcopy(host.state_dict())
+    optimizer = SGD(host.parameters(), 0.1)
+    grower = Grower(host, optimizer, example=torch.randn(4, 8), controller="never")
+    grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    grower.keep("0->2#0")
+    host.load_state_dict(early)
+    assert host[0].out_features == 6
