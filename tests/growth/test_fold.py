@@ -457,3 +457,41 @@ def test_a_host_with_a_state_that_is_no_tensor_grows():
     grower.keep("0->2#0")
     host.load_state_dict(early)
     assert host[0].out_features == 6
+
+
+class FixedWidth(nn.Module):
+    """A host whose code holds the width of a layer."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(64, 5)
+        self.norm = norm
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.norm is not None:
+            return self.b(self.norm(h).relu().flatten(1))
+        return self.b(h.relu().view(-1, 64))
+
+
+def kept_at_fixed_width(norm=None):
+    torch.manual_seed(0)
+    host, x = FixedWidth(norm), torch.randn(6, 1, 4, 4)
+    grower = Grower(host, SGD(host.parameters(), 0.1), example=x, controller="never")
+    grower.plant("a->b#0", "widen_8", tempo="AT_ONCE")
+    host(x).square().sum().backward()
+    grower.optimizer.step()
+    expected = host(x)
+    grower.keep("a->b#0")
+    assert torch.equal(host(x), expected)
+    assert host.a.out_channels == 4
+    return grower.model.why_branches[0]
+
+
+def test_a_seed_stays_a_branch_where_the_code_of_the_host_needs_the_old_width():
+    assert "mat1 and mat2 shapes cannot be multiplied" in kept_at_fixed_width()
+
+
+def test_a_group_norm_without_weight_is_not_widened():
+    """A state would not tell how many groups it has."""
+    assert "has no weight" in kept_at_fixed_width(nn.GroupNorm(2, 4, affine=False))

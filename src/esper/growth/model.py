@@ -445,6 +445,8 @@ class GrowingModel(nn.Module, NamedOps):
             self.follow(change, [restore_sizes(touched)], slots)
         except FoldError as error:
             return str(error)
+        except InvalidInputError as error:  # the host's code needs the old width
+            return f"with its units, {error}"
         return ""
 
     def measure_host(self, living: Sequence[ActiveSeed] = ()) -> None:
