@@ -16,6 +16,7 @@ from esper.growth.blueprints.registry import find
 from esper.growth.model import GrowingModel
 from esper.growth.optimiser import CORRECTED
 from esper.growth.safety import GovernorConfig
+from esper.growth.saving.export import export
 from tests.growth.hosts import bits, everything
 from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, host_of
 
@@ -495,3 +496,23 @@ def test_a_seed_stays_a_branch_where_the_code_of_the_host_needs_the_old_width():
 def test_a_group_norm_without_weight_is_not_widened():
     """A state would not tell how many groups it has."""
     assert "has no weight" in kept_at_fixed_width(nn.GroupNorm(2, 4, affine=False))
+
+
+@pytest.mark.parametrize("prefix", ["5.bias", "5"])
+def test_a_part_of_a_state_changes_nothing_else(prefix):
+    grower = folded()
+    grower.finish()
+    host = grower.model.host
+    before = copy.deepcopy(host.state_dict())
+    part = {n: v + 1 for n, v in before.items() if n.startswith(prefix)}
+    host.load_state_dict(part, strict=False)
+    assert bits(host.state_dict()) == bits({**before, **part})
+
+
+def test_a_bias_that_a_merge_adds_is_a_part_of_a_state_of_the_same_sizes():
+    host = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5, bias=False))
+    plain, x = copy.deepcopy(host), torch.randn(4, 8)
+    model = GrowingModel(host, ["1"], x)
+    model.plant("1#0", "scale_shift", tempo="AT_ONCE")
+    state = export(model).state_dict()
+    assert esper.rebuild(plain, state)[1].bias is not None
