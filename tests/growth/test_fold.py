@@ -516,3 +516,26 @@ def test_a_bias_that_a_merge_adds_is_a_part_of_a_state_of_the_same_sizes():
     model.plant("1#0", "scale_shift", tempo="AT_ONCE")
     state = export(model).state_dict()
     assert esper.rebuild(plain, state)[1].bias is not None
+
+
+@pytest.mark.parametrize("first", ["host", "optimizer"])
+def test_host_and_optimiser_go_back_together_in_any_order(first):
+    def make(parameters, rate):
+        return SGD(parameters, rate, momentum=0.9, fused=True)
+
+    grower = grower_of(optimizer=make)
+    train(grower, 3)
+    parts = {"host": grower.model.host, "optimizer": grower.optimizer}
+    best = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3, 3)
+    grower.keep("0->3#0")
+    parts["host"].load_state_dict(best["host"])
+    train(grower, 2)  # some moments are lost
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 2)
+    grower.keep("0->3#0")
+    for name in sorted(parts, key=lambda name: name != first):
+        parts[name].load_state_dict(best[name])
+    now = {name: part.state_dict() for name, part in parts.items()}
+    assert bits(now) == bits(best)
