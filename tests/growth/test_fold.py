@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
 
 import esper
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import find
@@ -539,3 +540,22 @@ def test_host_and_optimiser_go_back_together_in_any_order(first):
         parts[name].load_state_dict(best[name])
     now = {name: part.state_dict() for name, part in parts.items()}
     assert bits(now) == bits(best)
+
+
+def test_an_average_follows_a_state_of_other_sizes():
+    grower = grower_of()
+    host = grower.model.host
+    average, late = (torch.optim.swa_utils.AveragedModel(host) for _ in range(2))
+    grower.follow(average)
+    small = copy.deepcopy(host.state_dict())
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3)
+    grower.keep("0->3#0")
+    with pytest.raises(InvalidInputError, match="has grown since the copy"):
+        grower.follow(late)
+    for state in (small, copy.deepcopy(host.state_dict()), small):
+        host.load_state_dict(state)
+        average.update_parameters(host)
+        assert average.module[0].weight.shape == host[0].weight.shape
+    x = torch.randn(7, 8)
+    assert torch.equal(average.eval()(x), host.eval()(x))

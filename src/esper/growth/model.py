@@ -566,6 +566,9 @@ class GrowingModel(nn.Module, NamedOps):
                         living.fold(folds)
                         for slot in folds:
                             del twins[f"slot_{slot}"]
+                    if living.shapes() != self.seeds.shapes():  # after loading
+                        living.host.load_state_dict(self.host.state_dict())
+                        twins.update(self.seeds.items())
                     living.mirror(self.seeds, twins)
 
     def _measured_before(self) -> Change:
@@ -585,7 +588,8 @@ class GrowingModel(nn.Module, NamedOps):
             raise InvalidInputError(
                 "only a copy of the host can follow it. Make it after the Grower."
             )
-        if [*found[0]] != [*self.seeds]:
+        alike = found[0].shapes() == self.seeds.shapes()
+        if not alike or [*found[0]] != [*self.seeds]:
             raise InvalidInputError(
                 "the host has grown since the copy was made. Copy it again."
             )
