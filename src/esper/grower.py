@@ -368,7 +368,7 @@ class Grower(NamedOps):
             self._ranks.refuse_different(self.model)
             self._losses, self._used_loss, self._moved = [], False, False
             self.safety.incidents = []
-            self.safety.topology_changed()
+            self._snapshot() if op is Op.FOSSILIZE else self.safety.topology_changed()
             return decision
 
     def _observe(self, track: Track) -> Observation:

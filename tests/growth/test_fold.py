@@ -10,11 +10,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
 
 import esper
+from esper.contracts.actions import Op
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import find
-from esper.growth.model import GrowingModel
+from esper.growth.model import GrowingModel, encode_action
 from esper.growth.optimiser import CORRECTED
 from esper.growth.safety import GovernorConfig
 from esper.growth.saving.export import export
@@ -559,3 +560,26 @@ def test_an_average_follows_a_state_of_other_sizes():
         assert average.module[0].weight.shape == host[0].weight.shape
     x = torch.randn(7, 8)
     assert torch.equal(average.eval()(x), host.eval()(x))
+
+
+class Keeps:
+    """A controller that keeps the first seed at its second decision."""
+
+    def decide(self, observation, masks, state, generator):
+        op = Op.FOSSILIZE if state == 1 else Op.WAIT
+        return encode_action(op, slot=0), (state or 0) + 1
+
+
+def test_a_roll_back_after_a_controller_kept_a_linear_seed():
+    grower = grower_of(slots=["3->3"], controller=lambda spec: Keeps())
+    grower.plant("3->3#0", "low_rank_4", tempo="AT_ONCE")
+    grower._by_hand.clear()
+    for start in (0, 10):
+        train(grower, 10, start)
+        grower.step(metric=0.5)
+    assert len(grower.model.seeds) == 0
+    want = everything(grower.model.host, grower.optimizer)
+    with torch.no_grad():
+        grower.model.host[0].weight.fill_(torch.nan)
+    assert grower.safety.check_decision()
+    assert everything(grower.model.host, grower.optimizer) == want
