@@ -583,3 +583,27 @@ def test_a_roll_back_after_a_controller_kept_a_linear_seed():
         grower.model.host[0].weight.fill_(torch.nan)
     assert grower.safety.check_decision()
     assert everything(grower.model.host, grower.optimizer) == want
+
+
+def test_one_rank_keeps_the_sizes_that_its_wrapper_knows(tmp_path):
+    address = f"file://{tmp_path / 'address'}"
+    torch.distributed.init_process_group("gloo", address, rank=0, world_size=1)
+    try:
+        host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5))
+        plain = copy.deepcopy(host)
+        model = nn.parallel.DistributedDataParallel(host)
+        x, optimizer = torch.randn(16, 8), SGD(host.parameters(), 0.1)
+        grower = Grower(model, optimizer, example=x, controller="never")
+        grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+        grower.keep("0->2#0")
+        model(x).sum().backward()
+        assert "DistributedDataParallel" in grower.model.why_branches[0]
+        grower.detach()
+        other = nn.parallel.DistributedDataParallel(plain)
+        optimizer = SGD(plain.parameters(), 0.1)
+        grower = Grower(other, optimizer, example=x, controller="never")
+        with pytest.raises(InvalidInputError, match="keeps the sizes of layers"):
+            plain.load_state_dict(host.state_dict())
+        other(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -380,13 +380,13 @@ class GrowingModel(nn.Module, NamedOps):
 
         Returns why others stay branches, by slot. Parameters of the host stay the same
         objects and get more rows or columns, so `DistributedDataParallel` must wrap
-        the host again: with several ranks, nothing folds without `rewrap`.
+        the host again: in one, nothing folds without `rewrap`.
         """
         living = self.seeds.living_seeds()
         waits = {
             one.slot: "it is not kept yet" for one in living if one.slot not in slots
         }
-        if self.ranks.many and not rewrap:
+        if self.ranks.wrapper is not None and not rewrap:
             waits |= dict.fromkeys(slots, "DistributedDataParallel keeps old sizes")
         frozen = [one for one in living if self._is_frozen(one)]
         waits |= {one.slot: "its layers are frozen" for one in frozen}

@@ -494,6 +494,11 @@ class SeedModules(nn.ModuleDict):
                         mine.copy_(value)
             resized = [p for p, shape in shapes.items() if p.shape != shape]
             if owner is not None and resized:
+                if owner.ranks.wrapper is not None:
+                    raise InvalidInputError(
+                        "DistributedDataParallel keeps the sizes of layers. Rebuild "
+                        "the plain host with this state, then wrap it."
+                    )
                 owner.measure_host()
                 if owner.surgery is not None:
                     owner.surgery.put_moments(resized, {})  # of other sizes
