@@ -11,7 +11,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
 
 import esper
 from esper.contracts.actions import Op
-from esper.contracts.errors import InvalidInputError
+from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import find
@@ -607,3 +607,24 @@ def test_one_rank_keeps_the_sizes_that_its_wrapper_knows(tmp_path):
         other(x).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_second_grower_counts_from_the_first_host():
+    grower = folded()
+    with pytest.warns(EsperWarning, match="had a Grower already"):
+        other = Grower(grower.model.host, grower.optimizer, example=torch.randn(4, 8))
+    assert other.model.count() == grower.model.count()
+    assert other.model.parameters_added == grower.model.parameters_added > 0
+
+
+def test_a_detached_grower_exports_and_plants_no_more():
+    grower = folded()
+    grower.detach()
+    host, x = grower.model.host.eval(), torch.randn(7, 8)
+    assert torch.equal(grower.export()(x), host(x))
+    for call in (
+        lambda: grower.step(metric=0.5),
+        lambda: grower.plant("0->3#0", "widen_8"),
+    ):
+        with pytest.raises(InvalidStateError, match=r"detach\(\) was called"):
+            call()

@@ -272,6 +272,12 @@ class GrowingModel(nn.Module, NamedOps):
         self.batches_per_tick = tick
         self.base = Cost(self.analysis.parameters, self.analysis.macs)
         """Current cost of the host without its seeds."""
+        if self.former is not None:  # growth counts from the first host
+            self.analysis = replace(
+                self.analysis,
+                parameters=self.former.analysis.parameters,
+                macs=self.former.analysis.macs,
+            )
         self.why_branches: dict[int, str] = {}
         """Why kept seeds are not folded, by slot."""
         self.surgery: OptimizerSurgery | None = None
