@@ -305,6 +305,7 @@ class Grower(NamedOps):
         used.
         """
         self._check_home()
+        self._check_attached()
         own = host_parameters(self.model.host).values()
         if self._own != [id(parameter) for parameter in own]:
             raise InvalidStateError(
@@ -368,7 +369,7 @@ class Grower(NamedOps):
             self._ranks.refuse_different(self.model)
             self._losses, self._used_loss, self._moved = [], False, False
             self.safety.incidents = []
-            self.safety.topology_changed()
+            self._snapshot() if op is Op.FOSSILIZE else self.safety.topology_changed()
             return decision
 
     def _observe(self, track: Track) -> Observation:
@@ -648,6 +649,7 @@ class Grower(NamedOps):
 
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         self._check_current()
+        self._check_attached()
         with uninterrupted():
             receipt = self.model.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
@@ -714,6 +716,12 @@ class Grower(NamedOps):
         if self.model.is_replaced:
             raise InvalidStateError(
                 "a newer Grower has taken this host over. Use that one."
+            )
+
+    def _check_attached(self) -> None:
+        if self.model.flow.owner is None:
+            raise InvalidStateError(
+                "detach() was called: this Grower has left its host. Build a new one."
             )
 
     def _check_home(self) -> None:

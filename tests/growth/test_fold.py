@@ -10,12 +10,15 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
 
 import esper
+from esper.contracts.actions import Op
+from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
 from esper.growth.blueprints.registry import find
-from esper.growth.model import GrowingModel
+from esper.growth.model import GrowingModel, encode_action
 from esper.growth.optimiser import CORRECTED
 from esper.growth.safety import GovernorConfig
+from esper.growth.saving.export import export
 from tests.growth.hosts import bits, everything
 from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, host_of
 
@@ -436,3 +439,192 @@ def test_the_end_keeps_the_output_and_what_cannot_fold():
     grower.optimizer.zero_grad()
     host(x).sum().backward()
     grower.optimizer.step()  # still trained by the user's optimiser
+
+
+# Hosts, loading and the end, where a fold is not possible or not expected.
+
+
+def test_a_host_with_a_state_that_is_no_tensor_grows():
+    class Versioned(nn.Linear):
+        def get_extra_state(self):
+            return {"version": 1}
+
+        def set_extra_state(self, state):
+            assert state == {"version": 1}
+
+    host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5), Versioned(5, 5))
+    early = copy.deepcopy(host.state_dict())
+    optimizer = SGD(host.parameters(), 0.1)
+    grower = Grower(host, optimizer, example=torch.randn(4, 8), controller="never")
+    grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    grower.keep("0->2#0")
+    host.load_state_dict(early)
+    assert host[0].out_features == 6
+
+
+class FixedWidth(nn.Module):
+    """A host whose code holds the width of a layer."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(64, 5)
+        self.norm = norm
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.norm is not None:
+            return self.b(self.norm(h).relu().flatten(1))
+        return self.b(h.relu().view(-1, 64))
+
+
+def kept_at_fixed_width(norm=None):
+    torch.manual_seed(0)
+    host, x = FixedWidth(norm), torch.randn(6, 1, 4, 4)
+    grower = Grower(host, SGD(host.parameters(), 0.1), example=x, controller="never")
+    grower.plant("a->b#0", "widen_8", tempo="AT_ONCE")
+    host(x).square().sum().backward()
+    grower.optimizer.step()
+    expected = host(x)
+    grower.keep("a->b#0")
+    assert torch.equal(host(x), expected)
+    assert host.a.out_channels == 4
+    return grower.model.why_branches[0]
+
+
+def test_a_seed_stays_a_branch_where_the_code_of_the_host_needs_the_old_width():
+    assert "mat1 and mat2 shapes cannot be multiplied" in kept_at_fixed_width()
+
+
+def test_a_group_norm_without_weight_is_not_widened():
+    """A state would not tell how many groups it has."""
+    assert "has no weight" in kept_at_fixed_width(nn.GroupNorm(2, 4, affine=False))
+
+
+@pytest.mark.parametrize("prefix", ["5.bias", "5"])
+def test_a_part_of_a_state_changes_nothing_else(prefix):
+    grower = folded()
+    grower.finish()
+    host = grower.model.host
+    before = copy.deepcopy(host.state_dict())
+    part = {n: v + 1 for n, v in before.items() if n.startswith(prefix)}
+    host.load_state_dict(part, strict=False)
+    assert bits(host.state_dict()) == bits({**before, **part})
+
+
+def test_a_bias_that_a_merge_adds_is_a_part_of_a_state_of_the_same_sizes():
+    host = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5, bias=False))
+    plain, x = copy.deepcopy(host), torch.randn(4, 8)
+    model = GrowingModel(host, ["1"], x)
+    model.plant("1#0", "scale_shift", tempo="AT_ONCE")
+    state = export(model).state_dict()
+    assert esper.rebuild(plain, state)[1].bias is not None
+
+
+@pytest.mark.parametrize("first", ["host", "optimizer"])
+def test_host_and_optimiser_go_back_together_in_any_order(first):
+    def make(parameters, rate):
+        return SGD(parameters, rate, momentum=0.9, fused=True)
+
+    grower = grower_of(optimizer=make)
+    train(grower, 3)
+    parts = {"host": grower.model.host, "optimizer": grower.optimizer}
+    best = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3, 3)
+    grower.keep("0->3#0")
+    parts["host"].load_state_dict(best["host"])
+    train(grower, 2)  # some moments are lost
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 2)
+    grower.keep("0->3#0")
+    for name in sorted(parts, key=lambda name: name != first):
+        parts[name].load_state_dict(best[name])
+    now = {name: part.state_dict() for name, part in parts.items()}
+    assert bits(now) == bits(best)
+
+
+def test_an_average_follows_a_state_of_other_sizes():
+    grower = grower_of()
+    host = grower.model.host
+    average, late = (torch.optim.swa_utils.AveragedModel(host) for _ in range(2))
+    grower.follow(average)
+    small = copy.deepcopy(host.state_dict())
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3)
+    grower.keep("0->3#0")
+    with pytest.raises(InvalidInputError, match="has grown since the copy"):
+        grower.follow(late)
+    for state in (small, copy.deepcopy(host.state_dict()), small):
+        host.load_state_dict(state)
+        average.update_parameters(host)
+        assert average.module[0].weight.shape == host[0].weight.shape
+    x = torch.randn(7, 8)
+    assert torch.equal(average.eval()(x), host.eval()(x))
+
+
+class Keeps:
+    """A controller that keeps the first seed at its second decision."""
+
+    def decide(self, observation, masks, state, generator):
+        op = Op.FOSSILIZE if state == 1 else Op.WAIT
+        return encode_action(op, slot=0), (state or 0) + 1
+
+
+def test_a_roll_back_after_a_controller_kept_a_linear_seed():
+    grower = grower_of(slots=["3->3"], controller=lambda spec: Keeps())
+    grower.plant("3->3#0", "low_rank_4", tempo="AT_ONCE")
+    grower._by_hand.clear()
+    for start in (0, 10):
+        train(grower, 10, start)
+        grower.step(metric=0.5)
+    assert len(grower.model.seeds) == 0
+    want = everything(grower.model.host, grower.optimizer)
+    with torch.no_grad():
+        grower.model.host[0].weight.fill_(torch.nan)
+    assert grower.safety.check_decision()
+    assert everything(grower.model.host, grower.optimizer) == want
+
+
+def test_one_rank_keeps_the_sizes_that_its_wrapper_knows(tmp_path):
+    address = f"file://{tmp_path / 'address'}"
+    torch.distributed.init_process_group("gloo", address, rank=0, world_size=1)
+    try:
+        host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5))
+        plain = copy.deepcopy(host)
+        model = nn.parallel.DistributedDataParallel(host)
+        x, optimizer = torch.randn(16, 8), SGD(host.parameters(), 0.1)
+        grower = Grower(model, optimizer, example=x, controller="never")
+        grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+        grower.keep("0->2#0")
+        model(x).sum().backward()
+        assert "DistributedDataParallel" in grower.model.why_branches[0]
+        grower.detach()
+        other = nn.parallel.DistributedDataParallel(plain)
+        optimizer = SGD(plain.parameters(), 0.1)
+        grower = Grower(other, optimizer, example=x, controller="never")
+        with pytest.raises(InvalidInputError, match="keeps the sizes of layers"):
+            plain.load_state_dict(host.state_dict())
+        other(x).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_second_grower_counts_from_the_first_host():
+    grower = folded()
+    with pytest.warns(EsperWarning, match="had a Grower already"):
+        other = Grower(grower.model.host, grower.optimizer, example=torch.randn(4, 8))
+    assert other.model.count() == grower.model.count()
+    assert other.model.parameters_added == grower.model.parameters_added > 0
+
+
+def test_a_detached_grower_exports_and_plants_no_more():
+    grower = folded()
+    grower.detach()
+    host, x = grower.model.host.eval(), torch.randn(7, 8)
+    assert torch.equal(grower.export()(x), host(x))
+    for call in (
+        lambda: grower.step(metric=0.5),
+        lambda: grower.plant("0->3#0", "widen_8"),
+    ):
+        with pytest.raises(InvalidStateError, match=r"detach\(\) was called"):
+            call()

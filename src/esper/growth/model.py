@@ -272,6 +272,12 @@ class GrowingModel(nn.Module, NamedOps):
         self.batches_per_tick = tick
         self.base = Cost(self.analysis.parameters, self.analysis.macs)
         """Current cost of the host without its seeds."""
+        if self.former is not None:  # growth counts from the first host
+            self.analysis = replace(
+                self.analysis,
+                parameters=self.former.analysis.parameters,
+                macs=self.former.analysis.macs,
+            )
         self.why_branches: dict[int, str] = {}
         """Why kept seeds are not folded, by slot."""
         self.surgery: OptimizerSurgery | None = None
@@ -380,13 +386,13 @@ class GrowingModel(nn.Module, NamedOps):
 
         Returns why others stay branches, by slot. Parameters of the host stay the same
         objects and get more rows or columns, so `DistributedDataParallel` must wrap
-        the host again: with several ranks, nothing folds without `rewrap`.
+        the host again: in one, nothing folds without `rewrap`.
         """
         living = self.seeds.living_seeds()
         waits = {
             one.slot: "it is not kept yet" for one in living if one.slot not in slots
         }
-        if self.ranks.many and not rewrap:
+        if self.ranks.wrapper is not None and not rewrap:
             waits |= dict.fromkeys(slots, "DistributedDataParallel keeps old sizes")
         frozen = [one for one in living if self._is_frozen(one)]
         waits |= {one.slot: "its layers are frozen" for one in frozen}
@@ -445,6 +451,8 @@ class GrowingModel(nn.Module, NamedOps):
             self.follow(change, [restore_sizes(touched)], slots)
         except FoldError as error:
             return str(error)
+        except InvalidInputError as error:  # the host's code needs the old width
+            return f"with its units, {error}"
         return ""
 
     def measure_host(self, living: Sequence[ActiveSeed] = ()) -> None:
@@ -564,6 +572,9 @@ class GrowingModel(nn.Module, NamedOps):
                         living.fold(folds)
                         for slot in folds:
                             del twins[f"slot_{slot}"]
+                    if living.shapes() != self.seeds.shapes():  # after loading
+                        living.host.load_state_dict(self.host.state_dict())
+                        twins.update(self.seeds.items())
                     living.mirror(self.seeds, twins)
 
     def _measured_before(self) -> Change:
@@ -583,7 +594,8 @@ class GrowingModel(nn.Module, NamedOps):
             raise InvalidInputError(
                 "only a copy of the host can follow it. Make it after the Grower."
             )
-        if [*found[0]] != [*self.seeds]:
+        alike = found[0].shapes() == self.seeds.shapes()
+        if not alike or [*found[0]] != [*self.seeds]:
             raise InvalidInputError(
                 "the host has grown since the copy was made. Copy it again."
             )

@@ -139,7 +139,8 @@ class OptimizerSurgery:
     ) -> None:
         """Set the folded state of parameters that have changed their shape.
 
-        Factored moments, as those of Adafactor, start again.
+        Entries that have the new shape already stay. Factored moments, as those of
+        Adafactor, start again.
         """
         found = {
             (key, getattr(module, name)): value
@@ -157,7 +158,8 @@ class OptimizerSurgery:
                 for key in sized
                 if (key, parameter) in found
             }
-            if len(new) == len(sized):
+            fits = [k for k in sized if {**held, **new}[k].shape == parameter.shape]
+            if fits == sized:
                 state[parameter] = {**held, **new}
             else:
                 del state[parameter]
@@ -237,7 +239,7 @@ class OptimizerSurgery:
                 )
 
     def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
-        if self.joined and isinstance(self.optimizer, SGD):
+        if isinstance(self.optimizer, SGD):
             self._complete_buffers(self.optimizer)
         given = [*args[1:], *kwargs.values()]
         if not any(map(callable, given)):
@@ -267,7 +269,7 @@ class OptimizerSurgery:
             self.after_step()
 
     def _complete_buffers(self, optimizer: SGD) -> None:
-        """Add zero momentum for new parameters: fused SGD needs all buffers or none."""
+        """Add missing momentum, as zeros: fused SGD needs all buffers or none."""
         for group in optimizer.param_groups:
             if not group["fused"] or group["momentum"] == 0.0:
                 continue
@@ -279,7 +281,7 @@ class OptimizerSurgery:
             if all(buffer is None for buffer in kept.values()):
                 continue
             for parameter, buffer in kept.items():
-                if buffer is None and parameter in self.joined:
+                if buffer is None:
                     zero = torch.zeros_like(parameter.detach())
                     optimizer.state[parameter]["momentum_buffer"] = zero
 

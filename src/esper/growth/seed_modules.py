@@ -81,7 +81,7 @@ class SeedModules(nn.ModuleDict):
         self.traced = True
         """Whether the places come from a call of the host, not from a file."""
         self.training = host.training
-        self.sizes = {name: t.shape for name, t in host_tensors(host).items()}
+        self.sizes = self.shapes()
         """Shapes of the host's tensors before any seed was folded."""
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
@@ -168,6 +168,11 @@ class SeedModules(nn.ModuleDict):
         return h
 
     # Slots and seeds.
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the host's tensors."""
+        held = host_tensors(self.host).items()
+        return {name: t.shape for name, t in held if isinstance(t, Tensor)}
 
     def index(self, slot: str) -> int:
         """Number of a slot."""
@@ -489,6 +494,11 @@ class SeedModules(nn.ModuleDict):
                         mine.copy_(value)
             resized = [p for p, shape in shapes.items() if p.shape != shape]
             if owner is not None and resized:
+                if owner.ranks.wrapper is not None:
+                    raise InvalidInputError(
+                        "DistributedDataParallel keeps the sizes of layers. Rebuild "
+                        "the plain host with this state, then wrap it."
+                    )
                 owner.measure_host()
                 if owner.surgery is not None:
                     owner.surgery.put_moments(resized, {})  # of other sizes

@@ -182,8 +182,14 @@ def fit_sizes(
     """
     sized = dict(_sized_modules(host))
     undo = restore_sizes(sized.values())
+    own = host.state_dict()
+    held = {name: getattr(own[name], "shape", None) for name in own if name in state}
+    same = all(getattr(state[name], "shape", None) == held[name] for name in held)
+    if same and len(held) == len(state):
+        return undo
+    smallest = {name: shape for name, shape in (smallest or {}).items() if name in held}
     for prefix, module in sized.items():
-        shapes = {key: (smallest or {}).get(f"{prefix}{key}") for key in SIZED_TENSORS}
+        shapes = {key: smallest.get(f"{prefix}{key}") for key in SIZED_TENSORS}
         if any([_resize(module, key, shape) for key, shape in shapes.items()]):
             _write_any_size(module)
     try:

@@ -157,7 +157,8 @@ def _copy_host(
             f"the host cannot be copied: {described(error)}."
         ) from error
     grown = grown_part(host)
-    assert grown is not None
+    if grown is None:  # detached
+        return host
     for slot in range(len(grown.slots)):
         if slot not in slots:
             grown.remove_seed(slot)

@@ -95,6 +95,8 @@ def _why_no_units(place: InsertionPoint, units: int) -> str:
         if isinstance(norm, nn.LayerNorm):
             return "LayerNorm between the layers runs over all units at once"
         if isinstance(norm, nn.GroupNorm):
+            if not norm.affine:  # loading would not know the number of groups
+                return "GroupNorm between the layers has no weight"
             size = norm.num_channels // norm.num_groups
             if units % size:
                 return f"GroupNorm between the layers needs whole groups of {size}"
