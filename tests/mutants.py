@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         "a living neighbour forgets the units of a folded seed",
         "growth/saving/folding.py",
-        "more = block if name == \"first\" else self._blank(own, *shape)",
+        'more = block if name == "first" else self._blank(own, *shape)',
         "more = self._blank(own, *shape)",
         "tests/growth/test_fold.py",
     ),
