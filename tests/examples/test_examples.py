@@ -43,7 +43,8 @@ def test_it_grows_and_what_it_exports_agrees(name, monkeypatch, capsys):
     # The planting changed nothing, and the seeds were felt in the end.
     for place in WIDENED[name]:
         assert f"GERMINATE {place}#0" in printed
-        felt = rf"^  {re.escape(place)}#0 +(BLENDING|HOLDING|FOSSILIZED)"
+        stages = r"#0 +(BLENDING|HOLDING|FOSSILIZED)"
+        felt = rf"^  {re.escape(place)}({stages}| +\d+ -> \d+ units)"
         assert re.search(felt, printed, flags=re.MULTILINE)
     jumps = re.findall(r"GERMINATE .*: output changed by (\S+)", printed)
     assert {*jumps} == {"0"}
