@@ -94,7 +94,8 @@ def test_moments_are_folded_with_the_weights(name):
         if keeps:
             model.keep_seeds([0, 1])
         losses.append(train(10))
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    # Dividing by small moments enlarges differences of rounding.
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
