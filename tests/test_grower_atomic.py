@@ -267,6 +267,8 @@ DAMAGE = {
     "history": ("history", [{"step": "one"}]),
     "flags": ("flags", [True]),
     "missing": ("compute", DELETED),
+    "host": ("host", [0, 0]),
+    "sizes": ("sizes", "first.weight", [10**6, 10**6]),
 }
 """The path of an entry of a saved Grower, and its new value."""
 

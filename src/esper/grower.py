@@ -74,7 +74,9 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "losses": lambda x: all(isinstance(y, Tensor) and y.numel() == 1 for y in x or ()),
     "flags": lambda x: isinstance(x, list) and [*map(type, x)] == [bool] * 3,
     "compute": lambda x: isinstance(x, list) and len(x) == 2 and min(x) >= 0,
-    "host": lambda x: isinstance(x, list) and [*map(type, x)] == [int] * 2,
+    "host": lambda x: (
+        isinstance(x, list) and [*map(type, x)] == [int] * 2 and min(x) > 0
+    ),
     "by_hand": lambda x: isinstance(x, list),
 }
 """Entries of a saved state that loading would accept with invalid values."""
@@ -544,8 +546,12 @@ class Grower(NamedOps):
         parameters, macs = state["host"]
         known = self.model.analysis
         self.model.analysis = replace(known, parameters=parameters, macs=macs)
-        sizes = state["sizes"].items()
-        self.model.seeds.sizes = {name: torch.Size(shape) for name, shape in sizes}
+        sizes = {name: torch.Size(shape) for name, shape in state["sizes"].items()}
+        for name, now in self.model.seeds.shapes().items():
+            first = sizes.get(name, torch.Size())
+            if len(first) != len(now) or any(map(int.__gt__, first, now)):
+                raise InvalidInputError(f"'sizes' of {name!r} as saved is damaged.")
+        self.model.seeds.sizes = sizes
         named = dict(self.model.host.named_parameters())
         self._surgery.restore(state["groups"], named)
         # Optimizers keep and change the tensors that they are given.
