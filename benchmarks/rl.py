@@ -123,12 +123,22 @@ def run(
     ledger: str = "benchmarks/rl.jsonl",
     plot: str = "docs/images/rl.svg",
     minutes: float = 1e9,
+    only: str = "",
+    seeds: int = SEEDS,
 ) -> Report:
-    """Train what the ledger does not have yet, then say and draw what it has."""
+    """Train what the ledger does not have yet, then say and draw what it has.
+
+    Args:
+        ledger: The finished trainings.
+        plot: Where to draw.
+        minutes: Start no further training after this time.
+        only: One task, on which peers are not trained.
+        seeds: Random seeds of ours.
+    """
     file = Path(ledger)
     if timing.QUICK:
         return report([train("CartPole", OURS, 0, 4_096)])
-    todo = [(*one, TASKS[one[0]].steps) for one in wanted()]
+    todo = [(*one, TASKS[one[0]].steps) for one in wanted(only, seeds)]
     trainings = train_missing(file, todo, train, minutes)
     draw(trainings, Path(plot))
     return report(trainings)
@@ -159,14 +169,15 @@ def train_missing(
     return read(file)
 
 
-def wanted() -> list[tuple[str, str, int]]:
+def wanted(only: str, seeds: int) -> list[tuple[str, str, int]]:
     """Tasks, sides and random seeds, so that all have some seeds before any has all."""
-    ours = [(name, OURS, seed) for seed in range(SEEDS) for name in TASKS]
+    names = [only] if only else [*TASKS]
+    ours = [(name, OURS, seed) for seed in range(seeds) for name in names]
     peers = [
         (name, task.peer, seed)
         for seed in range(PEER_SEEDS)
         for name, task in TASKS.items()
-        if task.peer is not None
+        if task.peer is not None and not only
     ]
     # The sides take turns by random seed: ours, theirs, ours, ...
     return sorted(ours + peers, key=lambda each: (each[2], each[1] != OURS))

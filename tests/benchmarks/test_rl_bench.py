@@ -54,13 +54,12 @@ def test_the_doctor_finds_nothing(env):
 def test_what_the_ledger_has_is_not_trained_again(tmp_path, monkeypatch):
     task = replace(rl.TASKS["CartPole"], steps=2_048, peer=None)
     monkeypatch.setattr(rl, "TASKS", {"CartPole": task})
-    monkeypatch.setattr(rl, "SEEDS", 1)
     monkeypatch.setattr(timing, "QUICK", False)  # which other tests leave behind
     ledger, plot = tmp_path / "rl.jsonl", tmp_path / "rl.svg"
-    first = rl.run(str(ledger), str(plot))
+    first = rl.run(str(ledger), str(plot), seeds=1)
     (training,) = rl.read(ledger)
     assert training.steps == 2_048
     assert training.curve[-1] is not None
-    assert rl.run(str(ledger), str(plot)).rows == first.rows
+    assert rl.run(str(ledger), str(plot), seeds=1).rows == first.rows
     assert ledger.read_text().count("\n") == 1
     assert plot.read_text().startswith("<?xml")
