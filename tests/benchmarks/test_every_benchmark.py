@@ -14,6 +14,7 @@ OWN_TESTS = {"architectures", "evidence", "out_of_the_box", "resume"}
 """Benchmarks that take long, which have test files of their own."""
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of loggers' libraries
 @pytest.mark.parametrize(
     ("package", "name"),
     [

@@ -32,7 +32,9 @@ PROJECT: Final = "esper"
 MAX_CSV: Final = 1 << 30
 """Maximum number of bytes of a table that rows are added to."""
 BATCH: Final = 100
-"""Parameters or metrics that MLflow accepts at once."""
+"""Parameters that MLflow accepts at once."""
+SECONDS_BETWEEN: Final = 5.0
+"""Time between two calls of MLflow, each of which takes many milliseconds."""
 
 
 @runtime_checkable
@@ -206,23 +208,31 @@ class MlflowSink:
         run = client.create_run(experiment, run_name=info.name)
         self._client, self._id = client, run.info.run_id
         self._entities = import_module("mlflow.entities")
+        self._metrics: list[Any] = []  # a call costs more than its metrics
+        self._sent_at = time.monotonic()
         kind = self._entities.Param
         params = [kind(name, str(value)) for name, value in info.settings.items()]
         for part in _batches(params):
             client.log_batch(self._id, params=part)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log all values at once."""
+        """Keep all values, and send what is kept every few seconds."""
         now, kind = int(time.time() * 1000), self._entities.Metric
         # MLflow refuses some signs in names.
         named = {re.sub(r"[^\w\-. /:]", "_", name): values[name] for name in values}
-        metrics = [kind(name, value, now, step) for name, value in named.items()]
-        for part in _batches(metrics):
-            self._client.log_batch(self._id, metrics=part)
+        self._metrics += [kind(name, value, now, step) for name, value in named.items()]
+        if time.monotonic() - self._sent_at > SECONDS_BETWEEN:
+            self._send()
 
     def close(self) -> None:
-        """Mark the run as finished."""
+        """Send the rest and mark the run as finished."""
+        self._send()
         self._client.set_terminated(self._id)
+
+    def _send(self) -> None:
+        for part in _batches(self._metrics):
+            self._client.log_batch(self._id, metrics=part)
+        self._metrics, self._sent_at = [], time.monotonic()
 
 
 MLFLOW_URI: Final = "MLFLOW_TRACKING_URI"
