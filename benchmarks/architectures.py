@@ -1,4 +1,4 @@
-"""Do twelve architectures grow in every kind of training loop, and is it kept?
+"""Do many architectures grow in every kind of training loop, and is it kept?
 
 Every network is grown in every loop: one seed takes part at once, another trains in
 shadow passes first. Then it is tried whether
@@ -20,8 +20,9 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,7 +83,8 @@ class Run:
         if not self.growing:
             return NoGrower()
         example = self.architecture.example()
-        slots = [self.architecture.slot]
+        slot = self.architecture.slot
+        slots = slot if slot == "auto" else [slot]
         return Grower(model, self.optimizer, slots, example=example, **OPTIONS)
 
     def train(self, batches: range) -> None:
@@ -198,32 +200,38 @@ class Ddp(Run):
 
 
 OWN = (Run, Amp, Accumulation, Ema, Compiled)
-LOOPS = (*(kind.loop for kind in (*OWN, Ddp)), "Lightning", "HF Trainer")
+LOOPS = (
+    *(kind.loop for kind in (*OWN, Ddp)),
+    *("Lightning", "HF Trainer", "from_pretrained"),
+)
 
 
-def run(only: str = "", skip_onnx: bool = False, table: str = "") -> Report:
+def run(
+    only: str = "", loops: str = "", skip_onnx: bool = False, table: str = ""
+) -> Report:
     """Try everything.
 
     Args:
         only: Parts of the names of the architectures to try, with commas between.
+        loops: The same for the loops.
         skip_onnx: Leave ONNX out, which takes the longest.
         table: A file to write the table to, as Markdown.
     """
-    parts = only.lower().split(",")
-    names = [n for n in ARCHITECTURES if any(part in n.lower() for part in parts)]
+    names, tries = _named(ARCHITECTURES, only), _named(LOOPS, loops)
     names = names[:1] if timing.QUICK else names
     _quiet()
     found: dict[tuple[str, str], Found] = {}
     with TemporaryDirectory() as folder:
-        ranks = _start_ranks(names, Path(folder))
+        ranks = _start_ranks(names, Path(folder)) if Ddp.loop in tries else []
         for name in names:
             architecture = ARCHITECTURES[name]
-            for kind in OWN:
+            for kind in (kind for kind in OWN if kind.loop in tries):
                 with_onnx = kind is Run and not skip_onnx
                 cell = name, kind.loop
                 found[cell] = tried(kind, architecture, Path(folder), onnx=with_onnx)
-            for loop, fit in (("Lightning", in_lightning), ("HF Trainer", in_trainer)):
-                found[name, loop] = fit(architecture, Path(folder) / name / loop)
+            for loop in (loop for loop in FRAMEWORKS if loop in tries):
+                fit, inside = FRAMEWORKS[loop], Path(folder) / name / loop
+                found[name, loop] = fit(architecture, inside)
             troubles = {
                 f"{loop}: {action}: {text}"
                 for (one, loop), outcomes in found.items()
@@ -233,12 +241,18 @@ def run(only: str = "", skip_onnx: bool = False, table: str = "") -> Report:
             print(name, *(sorted(troubles) or ["works"]), sep="\n  ", file=sys.stderr)
         for rank in ranks:
             rank.wait()
-        for name in names:
+        for name in names if ranks else []:
             found[name, Ddp.loop] = _from_ranks(Path(folder), name)
     report = as_report(names, found)
     if table:
         Path(table).write_text(_markdown(report), encoding="utf-8")
     return report
+
+
+def _named(names: Iterable[str], parts: str) -> list[str]:
+    """Names that contain one of several parts, with commas between."""
+    wanted = parts.lower().split(",")
+    return [name for name in names if any(part in name.lower() for part in wanted)]
 
 
 def as_report(names: list[str], found: Mapping[tuple[str, str], Found]) -> Report:
@@ -247,6 +261,8 @@ def as_report(names: list[str], found: Mapping[tuple[str, str], Found]) -> Repor
     said: dict[str, int] = {}
 
     def cell(outcomes: Found) -> str:
+        if not outcomes:
+            return "not tried"
         troubles = [f"{a}: {text}" for a, text in outcomes.items() if text != "works"]
         numbers = [str(said.setdefault(text, len(said) + 1)) for text in troubles]
         return "works" if not numbers else f"but [{', '.join(numbers)}]"
@@ -254,12 +270,19 @@ def as_report(names: list[str], found: Mapping[tuple[str, str], Found]) -> Repor
     for name in names:
         cells = []
         for loop in LOOPS:
-            outcomes = dict(found[name, loop])
+            outcomes = dict(found.get((name, loop), {}))
             outcomes.pop("onnx", None)
             cells.append(cell(outcomes))
-        exported = {k: v for k, v in found[name, Run.loop].items() if k == "onnx"}
-        report.add(name, *cells, cell(exported) if exported else "not tried")
+        plain = found.get((name, Run.loop), {})
+        exported = {k: v for k, v in plain.items() if k == "onnx"}
+        report.add(name, *cells, cell(exported))
     report.notes += [f"[{number}] {text}" for text, number in said.items()]
+    beside = [n for n in names if "widen" not in ARCHITECTURES[n].blueprint]
+    if beside:
+        report.notes.append(
+            f"{', '.join(beside)}: no pair of layers can be widened (the Grower names "
+            "the operation in the way). A low-rank seed beside one layer was planted."
+        )
     report.notes.append(
         "works: grow, save, load (to the bit), resume (to the bit) and export "
         f"(to {CLOSE:g} of the largest output)."
@@ -356,6 +379,9 @@ def in_lightning(architecture: Architecture, folder: Path) -> Found:
             if trainer.current_epoch == 0 and not len(grower.model.seeds):
                 slot = grower.model.slots[0]
                 grower.plant(slot, architecture.blueprint, tempo="AT_ONCE")
+
+        def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+            torch.manual_seed(trainer.global_step)  # Lightning resumes no streams
 
     def fit(
         epochs: int, resumed: str | None = None, *, grows: bool = True
@@ -482,6 +508,38 @@ def in_trainer(architecture: Architecture, folder: Path) -> Found:
     )
 
 
+def in_pretrained(architecture: Architecture, folder: Path) -> Found:
+    """Whether `save_pretrained` and `from_pretrained` keep what grew, to the bit."""
+    from esper.huggingface import merge_into_model
+
+    one: Any = Run(replace(architecture, slot="auto"))
+    if not hasattr(one.model, "save_pretrained"):
+        return {}
+
+    def grow() -> None:
+        before = sum(p.numel() for p in one.model.parameters())
+        one.train(range(BATCHES))
+        merge_into_model(one.grower)
+        after = sum(p.numel() for p in one.model.parameters())
+        if after == before and "widen" in architecture.blueprint:
+            raise RuntimeError("the model has not grown")
+
+    def load() -> None:
+        one.model.save_pretrained(folder)
+        again = type(one.model).from_pretrained(folder)
+        _check_alike(one.model, again, architecture, 0.0)
+
+    found = {"grow": _outcome(grow)}
+    return {**found, "load": _outcome(load)} if found["grow"] == "works" else found
+
+
+FRAMEWORKS = {
+    "Lightning": in_lightning,
+    "HF Trainer": in_trainer,
+    "from_pretrained": in_pretrained,
+}
+
+
 def _framework(
     architecture: Architecture,
     fit: Callable[..., tuple[Any, Any, Any]],
@@ -565,7 +623,7 @@ def _from_ranks(folder: Path, name: str) -> Found:
 def _check_grown(grower: Grower) -> None:
     """Refuse a seed that has learnt nothing or changes nothing."""
     model = grower.model
-    with model.flow.using(left_out=0):
+    with model.seeds.flow.using(left_out=[0]):
         without = model.example_outputs()
     pairs = zip(model.example_outputs(), without, strict=True)
     if not any(bool((one != two).any()) for one, two in pairs):
@@ -664,9 +722,11 @@ def _markdown(report: Report) -> str:
     head = (
         "# Architectures and loops\n\n"
         "Written by `python -m benchmarks architectures --table docs/architectures.md`."
-        "\nTwelve small networks, each grown in eight kinds of training loops, then "
-        "saved, loaded,\nresumed and exported; ONNX is tried on the export of the "
-        "plain loop.\n"
+        f"\n{len(report.rows)} small networks grow in eight kinds of training loops. "
+        "Then they are saved,\nloaded, resumed and exported. ONNX is tried on the "
+        "export of the plain loop,\n`from_pretrained` on models of `transformers` "
+        'that grew with `slots="auto"`.\n"not tried" marks what was not run for a '
+        "row.\n"
     )
     lines = [" | ".join(map(str, row)) for row in (report.columns, *report.rows)]
     lines.insert(1, "|".join("---" for _ in report.columns))

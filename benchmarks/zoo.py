@@ -1,7 +1,7 @@
-"""Twelve small networks as people have them, each with data to train it on.
+"""Small networks as people have them, each with data to train it on.
 
 All are called with a dictionary; with labels they answer with their loss too, as the
-models of `transformers` do, six of which are here, built from small configs. None has
+models of `transformers` do, most of which are here, built from small configs. None has
 dropout, since Lightning does not put random streams back when it resumes.
 """
 
@@ -46,13 +46,14 @@ class Architecture:
 class Answering(nn.Module):
     """A network of its own kind that answers with logits, and with a loss if asked."""
 
-    def answer(self, x: Tensor) -> Tensor:
-        """The logits, or whatever is fitted to the labels."""
-        raise NotImplementedError
+    answer: Callable[..., Tensor]
+    """The logits, or whatever is fitted to the labels."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, given: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Logits, and the loss if there are labels."""
-        logits = self.answer(x)
+        logits = self.answer(x) if given is None else self.answer(x, given)
         if labels is None:
             return {"logits": logits}
         if labels.is_floating_point():
@@ -173,6 +174,94 @@ class Tied(Answering):
         return logits.transpose(1, 2)
 
 
+class Diffusion(Answering):
+    """The noise in an image at a time: a U-Net of two levels and an MLP of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time1, self.time2 = nn.Linear(1, 16), nn.Linear(16, 16)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.down1 = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.down2 = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.across1 = nn.Conv2d(16, 16, 3, padding=1)
+        self.across2 = nn.Conv2d(16, 16, 3, padding=1)
+        self.up2 = nn.ConvTranspose2d(16, 16, 2, stride=2)
+        self.up1 = nn.ConvTranspose2d(32, 8, 2, stride=2)
+        self.out1 = nn.Conv2d(16, 8, 3, padding=1)
+        self.out2 = nn.Conv2d(8, 3, 3, padding=1)
+
+    def answer(self, x: Tensor, time: Tensor) -> Tensor:
+        """The noise."""
+        when = self.time2(F.silu(self.time1(time)))[:, :, None, None]
+        high = F.silu(self.stem(x))
+        middle = F.silu(self.down1(high) + when)
+        low = F.silu(self.down2(middle))
+        low = low + self.across2(F.silu(self.across1(low) + when))
+        middle = torch.cat([middle, F.silu(self.up2(low))], dim=1)
+        high = torch.cat([high, F.silu(self.up1(middle))], dim=1)
+        noise: Tensor = self.out2(F.silu(self.out1(high)))
+        return noise
+
+
+class Vae(nn.Module):
+    """An image through a few random numbers, drawn in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.conv2 = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.mean, self.logvar = nn.Linear(64, 4), nn.Linear(64, 4)
+        self.fc = nn.Linear(4, 64)
+        self.up1 = nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1)
+        self.up2 = nn.ConvTranspose2d(8, 3, 4, stride=2, padding=1)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The image again, and the loss if there are labels."""
+        hidden = F.relu(self.conv2(F.relu(self.conv1(x)))).flatten(1)
+        mean, logvar = self.mean(hidden), self.logvar(hidden)
+        z = mean
+        if self.training:
+            z = mean + torch.randn_like(mean) * (0.5 * logvar).exp()
+        image = self.up2(F.relu(self.up1(F.relu(self.fc(z)).view(-1, 16, 2, 2))))
+        if labels is None:
+            return {"logits": image, "mean": mean, "logvar": logvar}
+        prior = 0.5 * (logvar.exp() + mean.square() - 1 - logvar).mean()
+        return {"loss": F.mse_loss(image, labels) + 0.1 * prior, "logits": image}
+
+
+class Gcn(Answering):
+    """Two graph convolutions, and classes of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def answer(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        """Logits."""
+        hidden = F.relu(adjacency @ self.conv1(x))
+        hidden = F.relu(adjacency @ self.conv2(hidden))
+        logits: Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+class PointNet(Answering):
+    """Every point through the same layers, and the largest of them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16)
+        self.conv2, self.norm2 = nn.Conv1d(16, 32, 1), nn.BatchNorm1d(32)
+        self.fc1, self.fc2 = nn.Linear(32, 16), nn.Linear(16, CLASSES)
+
+    def answer(self, x: Tensor) -> Tensor:
+        """Logits."""
+        points = F.relu(self.norm1(self.conv1(x)))
+        largest = self.norm2(self.conv2(points)).amax(2)
+        logits: Tensor = self.fc2(F.relu(self.fc1(largest)))
+        return logits
+
+
 def _classes(generator: torch.Generator) -> Tensor:
     return torch.randint(0, CLASSES, (ROWS,), generator=generator)
 
@@ -185,8 +274,8 @@ def _vectors(g: torch.Generator) -> Batch:
     return {"x": torch.randn(ROWS, 6, generator=g), "labels": _classes(g)}
 
 
-def _images(g: torch.Generator, name: str = "x") -> Batch:
-    x = torch.randn(ROWS, 3, SIDE, SIDE, generator=g)
+def _images(g: torch.Generator, name: str = "x", side: int = SIDE) -> Batch:
+    x = torch.randn(ROWS, 3, side, side, generator=g)
     return {name: x, "labels": _classes(g)}
 
 
@@ -194,6 +283,24 @@ def _to_images(g: torch.Generator, noise: bool) -> Batch:
     labels = torch.randn(ROWS, 3, SIDE, SIDE, generator=g).tanh()
     x = torch.randn(ROWS, 6, generator=g) if noise else labels + 0.1
     return {"x": x, "labels": labels}
+
+
+def _noisy(g: torch.Generator) -> Batch:
+    time, labels = torch.rand(ROWS, 1, generator=g), _images(g)["x"]
+    x = _images(g)["x"] + time[:, :, None, None] * labels
+    return {"x": x, "given": time, "labels": labels}
+
+
+def _graphs(g: torch.Generator) -> Batch:
+    edges = torch.rand(ROWS, LENGTH, LENGTH, generator=g) < 0.3
+    near = (edges | edges.mT | torch.eye(LENGTH, dtype=torch.bool)).float()
+    x = torch.randn(ROWS, LENGTH, 6, generator=g)
+    adjacency = near / near.sum(-1, keepdim=True)
+    return {"x": x, "given": adjacency, "labels": _classes(g)}
+
+
+def _points(g: torch.Generator) -> Batch:
+    return {"x": torch.randn(ROWS, 3, 16, generator=g), "labels": _classes(g)}
 
 
 def _texts(g: torch.Generator) -> Batch:
@@ -213,6 +320,12 @@ def _translation(g: torch.Generator) -> Batch:
     }
 
 
+def _speech(g: torch.Generator) -> Batch:
+    sound = torch.randn(ROWS, 4, 2 * LENGTH, generator=g)
+    tokens = {"decoder_input_ids": _tokens(g), "labels": _tokens(g)}
+    return {"input_features": sound, **tokens}
+
+
 def _hugging(model: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:  # noqa: ANN401
     def build() -> nn.Module:
         import transformers
@@ -229,6 +342,18 @@ _LANGUAGE: Mapping[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "use_cache": False,  # what generation keeps has no place in a graph of ONNX
+}
+
+_READING: Mapping[str, Any] = {
+    "vocab_size": TOKENS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "num_labels": CLASSES,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -266,15 +391,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _hugging(
             "BertForSequenceClassification",
             "BertConfig",
-            vocab_size=TOKENS,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=16,
-            num_labels=CLASSES,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            **_READING,
         ),
         _texts,
         "*layer.1*",
@@ -324,6 +441,149 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _translation,
         "encoder.*",
     ),
+    "MobileNetV2": Architecture(
+        _hugging(
+            "MobileNetV2ForImageClassification",
+            "MobileNetV2Config",
+            depth_multiplier=0.1,
+            classifier_dropout_prob=0.0,
+            num_labels=CLASSES,
+        ),
+        lambda g: _images(g, "pixel_values"),
+        "*layer.1.*",
+        "widen_x2",  # one ratio sizes layers of several widths
+    ),
+    "EfficientNet": Architecture(
+        _hugging(
+            "EfficientNetForImageClassification",
+            "EfficientNetConfig",
+            width_coefficient=0.25,
+            depth_coefficient=0.1,
+            hidden_dim=320,
+            initializer_range=0.2,  # outputs would be too small otherwise
+            dropout_rate=0.0,
+            drop_connect_rate=0.0,
+            num_labels=CLASSES,
+        ),
+        lambda g: _images(g, "pixel_values", 4 * SIDE),
+        "*blocks.1.*",
+    ),
+    "MobileViT": Architecture(
+        _hugging(
+            "MobileViTForImageClassification",
+            "MobileViTConfig",
+            image_size=4 * SIDE,
+            hidden_sizes=[8, 12, 16],
+            neck_hidden_sizes=[8, 8, 8, 8, 12, 16, 32],
+            num_attention_heads=2,
+            initializer_range=0.2,
+            hidden_dropout_prob=0.0,
+            classifier_dropout_prob=0.0,
+            num_labels=CLASSES,
+        ),
+        lambda g: _images(g, "pixel_values", 4 * SIDE),
+        "*layer.4.downsampling*",
+        "widen_x2",
+    ),
+    "DeBERTa-v2": Architecture(
+        _hugging(
+            "DebertaV2ForSequenceClassification",
+            "DebertaV2Config",
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            **_READING,
+        ),
+        _texts,
+        "*layer.1*",
+    ),
+    "RoBERTa": Architecture(
+        _hugging("RobertaForSequenceClassification", "RobertaConfig", **_READING),
+        _texts,
+        "*layer.1*",
+    ),
+    "Whisper": Architecture(
+        _hugging(
+            "WhisperForConditionalGeneration",
+            "WhisperConfig",
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            num_mel_bins=4,
+            max_source_positions=LENGTH,
+            max_target_positions=16,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+            dropout=0.0,
+            **_LANGUAGE,
+        ),
+        _speech,
+        "*layers.0*",
+    ),
+    "Swin": Architecture(
+        _hugging(
+            "SwinForImageClassification",
+            "SwinConfig",
+            image_size=SIDE,
+            patch_size=2,
+            embed_dim=8,
+            depths=[1, 1],
+            num_heads=[2, 2],
+            window_size=2,
+            drop_path_rate=0.0,
+            num_labels=CLASSES,
+        ),
+        lambda g: _images(g, "pixel_values"),
+        "*layers.*",
+        "widen_x2",
+    ),
+    "Mixtral": Architecture(
+        _hugging(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=16,
+            num_local_experts=2,
+            **_LANGUAGE,
+        ),
+        _language,
+        "*layers.1*",
+        "low_rank_4",
+    ),
+    "Mamba": Architecture(
+        _hugging(
+            "MambaForCausalLM",
+            "MambaConfig",
+            hidden_size=16,
+            state_size=4,
+            num_hidden_layers=2,
+            **_LANGUAGE,
+        ),
+        _language,
+        "*layers.1*",
+        "low_rank_4",
+    ),
+    "Phi3": Architecture(
+        _hugging(
+            "Phi3ForCausalLM",
+            "Phi3Config",
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=16,
+            pad_token_id=0,
+            **_LANGUAGE,
+        ),
+        _language,
+        "*layers.1*",
+        "low_rank_4",
+    ),
     "LSTM classifier": Architecture(
         LstmClassifier,
         lambda g: {"x": _tokens(g), "labels": _classes(g)},
@@ -333,6 +593,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GAN generator": Architecture(
         Generator, lambda g: _to_images(g, noise=True), "fc1->fc2"
     ),
+    "diffusion U-Net": Architecture(Diffusion, _noisy, "out1->out2"),
+    "VAE": Architecture(Vae, lambda g: _to_images(g, noise=False), "conv1->conv2"),
+    "GCN": Architecture(Gcn, _graphs, "conv2->conv2", "low_rank_4"),
+    "PointNet": Architecture(PointNet, _points, "fc1->fc2"),
     "tied weights": Architecture(
         Tied,
         lambda g: {"x": (tokens := _tokens(g)), "labels": tokens},

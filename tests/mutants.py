@@ -394,7 +394,7 @@ def caught(mutant: Mutant) -> bool:
     """Whether the named tests fail on a copy with this edit."""
     with tempfile.TemporaryDirectory(prefix="esper-mutant-") as folder:
         copy = Path(folder)
-        for name in ("src", "tests"):
+        for name in ("src", "tests", "research", "benchmarks"):
             shutil.copytree(
                 ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
             )

@@ -32,7 +32,7 @@ LIBRARIES = {"torch", "F", "Tensor", "nn", "np", "builtins", "sys", "os", "opera
 """What holds functions."""
 RECORDS = {
     *("self", "states", "new", "old", "norm", "own", "module", "factory", "fresh"),
-    *("record", "more", "self.wrapper"),
+    *("record", "more", "self.wrapper", "config"),
 }
 """Objects in `growth` that hold no functions of a library."""
 

@@ -65,7 +65,7 @@ def test_it_learns_grows_and_returns_a_plain_module_after_the_last_epoch(fitted)
     assert homes == {"torch"}
     assert not any(module._forward_hooks for module in result.model.modules())
     grown = sum(p.numel() for p in result.model.parameters())
-    assert grown > result.grower.model.analysis.parameters
+    assert grown > result.grower.model.first_cost.parameters
     host = result.grower.model.host.eval()
     torch.testing.assert_close(
         result.model(test.features), host(test.features), rtol=1e-4, atol=1e-4

@@ -88,7 +88,7 @@ def test_a_whole_run_with_every_controller(kind, controller):
         assert made.step == decision
         assert made.action
         assert bool(made.why_not) == (made.action == "wait")
-        assert model.parameters_added <= budget * model.analysis.parameters
+        assert model.parameters_added <= budget * model.first_cost.parameters
         groups = grower.optimizer.param_groups
         trained = [id(p) for group in groups for p in group["params"]]
         assert sorted(trained) == sorted(id(p) for p in model.parameters())
@@ -123,7 +123,7 @@ def test_a_controller_that_can_plant_nothing_here_is_warned_of(controller):
         grower = begin(host=Gated(), slots="auto", controller=controller)
     train(grower, range(2))
     why = grower.step(metric=0.5).why_not
-    assert "which fits no slot (first->first: " in why
+    assert "which fits no slot (first->first: softmax between the layers" in why
     assert why in str(grower).split("why nothing was planted")[1]
     assert "note: nothing will grow" in str(grower)
     assert "chose to wait" not in str(grower)
@@ -378,7 +378,9 @@ def test_without_grower_loss_training_passes_and_the_summary_notes_it():
         trained = [
             int(age)
             for age, stage in zip(
-                grower.model.states.age[0], grower.model.states.stage[0], strict=True
+                grower.model.seeds.states.age[0],
+                grower.model.seeds.states.stage[0],
+                strict=True,
             )
             if stage == Stage.TRAINING
         ]
@@ -405,9 +407,12 @@ def test_seeds_tend_themselves_by_batches_up_to_holding():
     lives, alphas = [], []
     for batch in range(13):
         lives.append([model.stage(slot).name for slot in slots])
-        branches = [model.seeds.hooks_of(model.index(s)).branches for s in slots]
+        branches = [model.seeds.hooks_of(model.seeds.index(s)).branches for s in slots]
         alphas.append(
-            [b[model.index(s)].alpha for b, s in zip(branches, slots, strict=True)]
+            [
+                b[model.seeds.index(s)].alpha
+                for b, s in zip(branches, slots, strict=True)
+            ]
         )
         train(grower, [batch])
         if batch == 4:  # decisions have no part in it
@@ -523,7 +528,7 @@ def test_a_closure_that_raises_or_returns_many_numbers_changes_nothing():
             raise KeyError("label")
         return loss_of(grower)()
 
-    state = grower.model.flow
+    state = grower.model.seeds.flow
     with pytest.raises(KeyError):
         grower.loss(broken_in_the_shadow)
     assert not state.shadow
@@ -626,7 +631,7 @@ def test_a_seed_that_turns_bad_is_removed_and_the_host_goes_on(unreliable, how, 
     assert grower.model.stage("second#0") is Stage.DORMANT
     assert grower.model.stage("second#1") is Stage[stage]
     (event,) = [e for e in decision.events if e.after is Stage.DORMANT]
-    assert event.slot == grower.model.index("second#0")
+    assert event.slot == grower.model.seeds.index("second#0")
     lines = [line for line in decision.incidents if line.startswith("removed second#0")]
     assert len(lines) == 1
     assert "\n" not in lines[0]

@@ -32,7 +32,7 @@ def state(grower):
     held = grower.state_dict()
     groups = [[id(p) for p in g["params"]] for g in grower.optimizer.param_groups]
     branches = [
-        {s: id(b.seed) for s, b in h.branches.items()} for h in grower.model.hooks
+        {s: id(b.seed) for s, b in h.branches.items()} for h in grower.model.seeds.hooks
     ]
     names = [*grower.model.seeds]
     return bits([held, groups, branches, names, len(grower.model.surgery.joined)])
@@ -42,8 +42,8 @@ def consistent(grower):
     """Whether exactly the parameters of the host are trained, each once."""
     groups = grower.optimizer.param_groups
     trained = sorted(id(p) for group in groups for p in group["params"])
-    hooked = {id(b.seed) for h in grower.model.hooks for b in h.branches.values()}
-    stages = grower.model.states.stage[0].tolist()
+    hooked = {id(b.seed) for h in grower.model.seeds.hooks for b in h.branches.values()}
+    stages = grower.model.seeds.states.stage[0].tolist()
     return (
         trained == sorted(id(p) for p in grower.model.host.parameters())
         and hooked == {id(seed) for seed in grower.model.seeds.values()}
@@ -386,7 +386,7 @@ def test_wrong_arguments_are_refused_in_one_line():
     for wrong, line in (
         ({"slots": ["second->first"]}, "write 'first->second'"),
         ({"controller": None}, "controller must be a name"),
-        ({"budget": "2"}, "budget must be a number"),
+        ({"budget": "2"}, "budget must be at least 0"),
     ):
         host = make_host("vector")
         options = {"slots": HOSTS["vector"].slots, "example": x, **wrong}
@@ -512,7 +512,7 @@ def test_a_second_grower_takes_the_first_ones_seeds_over(optimizer, forgotten):
     host, own = grower.model.host, grower.optimizer
     average = copy.deepcopy(host)
     grower.follow(average)
-    wanted, stages = grower.model.example_outputs(), grower.model.states.stage
+    wanted, stages = grower.model.example_outputs(), grower.model.seeds.states.stage
     seeds, moments = dict(grower.model.seeds.items()), bits(own.state_dict()["state"])
     trained = {
         "the same": own,
@@ -523,13 +523,13 @@ def test_a_second_grower_takes_the_first_ones_seeds_over(optimizer, forgotten):
         second = again(grower, trained, seeds_per_slot=3, budget=0.5)
     assert all(map(torch.equal, wanted, second.model.example_outputs()))
     for name in ("first->second#0", "second->last#1"):
-        slot = second.model.index(name)
+        slot = second.model.seeds.index(name)
         assert (
             second.model.seeds[f"slot_{slot}"]
-            is seeds[f"slot_{grower.model.index(name)}"]
+            is seeds[f"slot_{grower.model.seeds.index(name)}"]
         )
         assert second.model.stage(name) is Stage(
-            int(stages[0, grower.model.index(name)])
+            int(stages[0, grower.model.seeds.index(name)])
         )
     assert consistent(second)
     assert second.budget == 0.5

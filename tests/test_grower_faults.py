@@ -113,7 +113,9 @@ class Run:
         parts = self.model.host.named_children()
         found = [part for name, part in parts if name != "esper_seeds"]
         found = found if "host" in whose else []
-        names = [f"slot_{self.model.index(s)}" for w in whose for s in SEEDS.get(w, ())]
+        names = [
+            f"slot_{self.model.seeds.index(s)}" for w in whose for s in SEEDS.get(w, ())
+        ]
         return found + [seeds[name] for name in names if name in seeds]
 
     def moments(self, modules) -> list[Tensor]:

@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import esper
-from esper.contracts.errors import InvalidInputError
+from esper.contracts.errors import EsperWarning, InvalidInputError
+from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import eval_outputs
+from esper.growth.blueprints.registry import find
 from esper.growth.model import GrowingModel
 from tests.growth.hosts import Vectors, everything, make_batch, shake
 
@@ -27,12 +29,16 @@ from transformers import (  # noqa: E402
     LlamaForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
+    SwinConfig,
+    SwinForImageClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from esper.huggingface import (  # noqa: E402
@@ -108,8 +114,10 @@ def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_p
     )
     model = grower.model
     before = model.example_outputs()
-    for slot in model.slots[: len(model.analysis.places)]:
-        grower.plant(slot, "widen_x1.5", tempo="AT_ONCE")
+    places = len(model.seeds.places)
+    for slot in model.decided[model.decided < places].tolist():
+        grower.plant(model.slots[slot], "widen_x1.5", tempo="AT_ONCE")
+    assert len(model.seeds) == places
     assert all(map(torch.equal, before, model.example_outputs()))
     shake(model)
     after = model.example_outputs()
@@ -128,6 +136,102 @@ def test_their_mlps_widen_without_a_trace_and_are_saved_as_their_own(kind, tmp_p
     assert getattr(loaded.config, key) == size
     logits = eval_outputs(loaded, example)[0]
     assert torch.allclose(logits, after[0], rtol=0, atol=1e-5 * after[0].abs().max())
+
+
+def swin():
+    torch.manual_seed(0)
+    config = SwinConfig(
+        image_size=8, patch_size=2, embed_dim=4, depths=[1, 1], num_heads=[1, 1],
+        window_size=2, num_labels=3,
+    )  # fmt: skip
+    return SwinForImageClassification(config)
+
+
+def whisper():
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=WORDS, d_model=8, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
+        decoder_ffn_dim=12, num_mel_bins=4, max_source_positions=8,
+        max_target_positions=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1, use_cache=False,
+    )  # fmt: skip
+    return WhisperForConditionalGeneration(config)
+
+
+TIED = {
+    "gpt2": (lambda: gpt2(2), {"input_ids": IDS}, {"n_inner": 64}),
+    "swin": (swin, {"pixel_values": torch.randn(2, 3, 8, 8)}, {"mlp_ratio": 8.0}),
+    "whisper": (
+        whisper,
+        {"input_features": torch.randn(2, 4, 16), "decoder_input_ids": IDS},
+        {"encoder_ffn_dim": 16, "decoder_ffn_dim": 24},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_layers_of_one_config_field_grow_together_and_the_config_follows(
+    kind, tmp_path
+):
+    make, example, fields = TIED[kind]
+    host, places = make(), 2 * len(fields)
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    options = {"controller": "never", "seeds_per_slot": 2, "min_age": 0}
+    grower = esper.Grower(host, optimizer, example=example, **options)
+    model = grower.model
+    assert len(model.seeds.places) == places
+    assert model.spec.slots.max_slots == 2 * len(fields)
+    leads = [model.slots[slot] for slot in model.decided[: len(fields)].tolist()]
+    for lead in leads:
+        living = len(model.seeds)
+        grower.plant(lead, "widen_x1.5")
+        assert len(model.seeds) == living + 2
+        grower.prune(lead)
+        assert len(model.seeds) == living
+        grower.plant(lead, "widen_x2", tempo="AT_ONCE")
+    assert len(model.seeds) == places
+    shake(model)
+    state = copy.deepcopy(grower.state_dict())
+    again = make()
+    resumed = esper.Grower(
+        again, torch.optim.SGD(again.parameters(), 0.1), example=example, **options
+    )
+    resumed.load_state_dict(state)
+    for one in (grower, resumed):
+        before = one.model.example_outputs()
+        for lead in leads:
+            one.keep(lead)
+        assert len(one.model.seeds) == 0
+        after = one.model.example_outputs()
+        assert torch.allclose(before[0], after[0], rtol=1e-4, atol=1e-6)
+        folder = one.model.host
+        assert {key: getattr(folder.config, key) for key in fields} == fields
+        folder.save_pretrained(tmp_path)
+        loaded = type(folder).from_pretrained(tmp_path)
+        assert torch.equal(eval_outputs(loaded, example)[0], after[0])
+    rebuilt = esper.rebuild(make(), host.state_dict())
+    assert {key: getattr(rebuilt.config, key) for key in fields} == fields
+
+
+def test_units_that_no_ratio_describes_are_refused_and_layers_can_grow_apart():
+    example, options = TIED["swin"][1], {"controller": "never", "seeds_per_slot": 1}
+    host = swin()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    grower = esper.Grower(host, optimizer, example=example, **options)
+    slot, other = grower.model.slots
+    assert grower.model.price(0, find("widen_8")) is None
+    with pytest.raises(InvalidInputError, match="to layers of 16, 32 units that one"):
+        grower.plant(slot, "widen_8")
+    assert len(grower.model.seeds) == 0
+    with pytest.warns(EsperWarning, match="taken over"):
+        grower = esper.Grower(
+            host, optimizer, example=example, tie_widths=False, **options
+        )
+    grower.plant(slot, "widen_8", tempo="AT_ONCE")
+    assert grower.model.stage(other) is Stage.DORMANT
+    heads = esper.suggest_slots(host, example, tie_widths=False)
+    assert len(heads) >= len(esper.suggest_slots(host, example)) == 2
 
 
 class Sentences(Dataset):
@@ -317,7 +421,7 @@ def test_layers_of_different_sizes_are_kept_and_one_line_says_so(tmp_path, caplo
                 slot = self.grower.model.slots[0]
                 self.grower.plant(slot, "widen_8", tempo="AT_ONCE")
 
-    callback = Uneven(["*.mlp"], controller="never")
+    callback = Uneven(["*.mlp"], controller="never", tie_widths=False)
     logging.getLogger("transformers").propagate = True
     trainer = train(tmp_path, callback, llama(), save_strategy="no")
     assert "sizes (12, 20) and LlamaConfig has one intermediate_size" in caplog.text
@@ -337,7 +441,8 @@ def test_a_model_that_keeps_its_seeds_is_not_saved_without_them(merge, tmp_path)
     torch.manual_seed(0)
     # Its head grows too, and no field of the config holds the width of that.
     model = RobertaForSequenceClassification(config)
-    callback = GrowCallback(controller="early", tick=2, seeds_per_slot=1, merge=merge)
+    options = {"controller": "early", "tick": 2, "seeds_per_slot": 1, "merge": merge}
+    callback = GrowCallback(tie_widths=False, **options)
     trainer = train(tmp_path, callback, model, data=Labelled)
     for save in (model.save_pretrained, trainer.save_model):
         with pytest.raises(
@@ -351,7 +456,7 @@ def test_a_model_that_keeps_its_seeds_is_not_saved_without_them(merge, tmp_path)
         copied.save_pretrained(tmp_path / "grown")
     callback.grower.detach()
     esper.save(model, tmp_path / "grown.safetensors")
-    again = GrowCallback(controller="early", tick=2, seeds_per_slot=1, merge=merge)
+    again = GrowCallback(tie_widths=False, **options)
     train(tmp_path / "again", again, copied, data=Labelled, num_train_epochs=1)
 
 

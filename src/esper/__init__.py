@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from esper.growth.blueprints.checks import check_blueprint as check_blueprint
     from esper.growth.blueprints.geometry import Geometry as Geometry
     from esper.growth.blueprints.registry import blueprint as blueprint
+    from esper.growth.enlarge import enlarge as enlarge
     from esper.growth.model import GrowingModel as GrowingModel
     from esper.growth.saving.serialization import load as load
     from esper.growth.saving.serialization import rebuild as rebuild
@@ -55,6 +56,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprints.checks",
     "collect": "esper.simic.rollout",
+    "enlarge": "esper.growth.enlarge",
     "fit": "esper.fitting",
     "load": "esper.growth.saving.serialization",
     "load_controller": "esper.runs.controllers",

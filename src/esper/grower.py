@@ -20,6 +20,7 @@ weights. The history records every decision and why nothing was planted.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,33 +29,37 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from esper.contracts.actions import HEAD, ActionMasks, Op
+from esper.contracts.actions import HEAD, NUM_HEADS, ActionMasks, Op
+from esper.contracts.checks import require_int, require_number
 from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
 from esper.contracts.messages import described
 from esper.contracts.stages import Stage
 from esper.contracts.world import Controller, ControllerState, Observation
 from esper.environment.clock import ENDS, Stop
 from esper.files import FORMAT, require_readable
+from esper.growth.actions import (
+    DepthBlueprint,
+    NamedOps,
+    Receipt,
+    action_text,
+    refuse_illegal,
+    without_slots,
+)
 from esper.growth.analysis.tracing import Example, random_state, set_random_state
-from esper.growth.blueprints.registry import misfit
+from esper.growth.blueprints.registry import Cost, misfit
+from esper.growth.depth import match_depths
 from esper.growth.distributed import unwrapped
 from esper.growth.history import PLAIN, GrowthDecision, summary
 from esper.growth.hooks import Change, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
-from esper.growth.model import (
-    GrowingModel,
-    NamedOps,
-    Receipt,
-    action_text,
-    check_number,
-    refuse_illegal,
-    without_slots,
-)
+from esper.growth.model import GrowingModel
+from esper.growth.optimiser import Optimizers
 from esper.growth.safety import GovernorConfig, Safety
 from esper.growth.saving.export import export
 from esper.growth.seed_modules import all_or_nothing, host_parameters, uninterrupted
@@ -88,7 +93,9 @@ class Grower(NamedOps):
     Args:
         model: The host, not compiled. For several ranks, pass the
             `DistributedDataParallel` model. A new Grower takes over existing seeds.
-        optimizer: Optimizer of the host; parameters of seeds join and leave its groups.
+        optimizer: Optimizer of the host, or a list of several, such as Muon and AdamW;
+            parameters of seeds join and leave their groups. With several, a batch
+            counts when the last one of the list steps.
         slots: Module names: "fc1->fc2" for new hidden units between two layers,
             "fc2->fc2" for a parallel branch of one layer, "block" for residual seeds;
             patterns such as "*.mlp"; or "auto" for the result of `suggest_slots`.
@@ -113,13 +120,15 @@ class Grower(NamedOps):
         rng_seed: Random seed of the seeds' weights and of the controller.
         merge_only: Whether to plant only seeds that `export` can merge into the
             host's own layers.
+        tie_widths: Whether layers that one field of the model's config sizes, such as
+            `intermediate_size` of a transformer, grow together; the config follows.
         wrapper: The `DistributedDataParallel` model, if `model` is a part of it.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         slots: Sequence[str] | str = "auto",
         *,
         example: Example,
@@ -136,13 +145,14 @@ class Grower(NamedOps):
         tick: int = 16,
         rng_seed: int = 0,
         merge_only: bool = False,
+        tie_widths: bool = True,
         wrapper: DistributedDataParallel | None = None,
     ) -> None:
         if stop not in ENDS:
             raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
-        check_number("decisions", 1 if decisions is None else decisions, least=1)
-        check_number("rent", rent, least=0, most=1e30, whole=False)
-        check_number("budget", budget, least=0, whole=False)
+        require_int("decisions", 1 if decisions is None else decisions)
+        require_number("rent", rent, high=1e30)
+        require_number("budget", budget)
         if not isinstance(governor, GovernorConfig | None):
             raise InvalidInputError(
                 f"governor must be a GovernorConfig or None, got {governor!r}."
@@ -153,9 +163,14 @@ class Grower(NamedOps):
                 f"{controller!r}. Use 'never' to plant by hand."
             )
         model, ranks = unwrapped(model, wrapper)
-        inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, Optimizer):  # wrapped by accelerate
-            optimizer = inner
+        several = isinstance(optimizer, list | tuple)
+        given: list[Any] = [*optimizer] if several else [optimizer]  # type: ignore[misc]
+        inner = [getattr(one, "optimizer", None) for one in given]
+        wrapped = [one for one in inner if isinstance(one, Optimizer)]  # by accelerate
+        if wrapped and len(wrapped) < len(given):
+            raise InvalidInputError(
+                "accelerate has prepared some optimizers only. Prepare all or none."
+            )
         self.model = GrowingModel(
             model,
             slots,
@@ -166,12 +181,13 @@ class Grower(NamedOps):
             tick=tick,
             rng_seed=rng_seed,
             merge_only=merge_only,
+            tie_widths=tie_widths,
             take_over=True,
         )
         with all_or_nothing(self.model.undo_steps):
             self._scorer = MetricScorer(self.model, mode)
             self.controller = controller_for(controller, self.model.spec)
-            self._surgery = self.model.train_with(optimizer, ranks)
+            self._surgery = self.model.train_with(wrapped or given, ranks)
             if ranks.many:
                 self._surgery.reduce = partial(ranks.before_step, self.model.seeds)
             self.safety = Safety(self.model, governor)
@@ -192,11 +208,8 @@ class Grower(NamedOps):
         self.rent = rent
         if isinstance(budget, int):
             self._warn_if_too_small(budget)
-        names = getattr(self.controller, "plants", None)
-        kinds = self.model.spec.blueprints
-        self._plants = torch.tensor([names is None or k.name in names for k in kinds])
-        """Whether the controller uses each blueprint."""
-        self._never_grows = self._why_never()
+        self._choice = controller
+        self._set_controller(self.controller)
         if self._never_grows:
             warnings.warn(
                 f"{self._never_grows}. esper.suggest_slots(model, example) prints what "
@@ -204,15 +217,18 @@ class Grower(NamedOps):
                 EsperWarning,
                 stacklevel=2,
             )
+        members = self._surgery.optimizer.members
         self._settings = {
             "controller": controller if isinstance(controller, str) else "",
             "kind of controller": type(self.controller).__name__,
             "mode": mode,
-            "optimizer": type(optimizer).__name__,
+            "optimizer": ", ".join(type(one).__name__ for one in members),
         }
         self._ranks = ranks
         self.history: list[GrowthDecision] = []
-        self.optimizer = optimizer
+        self.optimizer: Optimizer | Optimizers = members[0]
+        if several:
+            self.optimizer = self._surgery.optimizer
         self._generator = torch.Generator().manual_seed(rng_seed)
         self._controller_state: ControllerState = None
         self._track = Track.fresh(1)
@@ -236,11 +252,18 @@ class Grower(NamedOps):
         self._by_hand: set[int] = set()
         """Slots with seeds planted by hand, which the controller must not change."""
 
+    def _set_controller(self, controller: Controller) -> None:
+        self.controller, kinds = controller, self.model.spec.blueprints
+        names = getattr(controller, "plants", None)
+        self._plants = torch.tensor([names is None or k.name in names for k in kinds])
+        """Whether the controller uses each blueprint."""
+        self._never_grows = self._why_never()
+
     @property
     def budget(self) -> float:
         """Limit of added parameters as a multiple of the host's."""
         given = self._budget
-        host = self.model.analysis.parameters
+        host = self.model.first_cost.parameters
         return given if isinstance(given, float) else given / host
 
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
@@ -267,7 +290,7 @@ class Grower(NamedOps):
             with self._ranks.no_sync():
                 _, gradients = shadow_gradients(
                     lambda: self._call(closure),
-                    self.model.flow,
+                    self.model.seeds.flow,
                     self.model,
                     learning,
                     self.model.parts()[1],
@@ -275,7 +298,7 @@ class Grower(NamedOps):
             self.safety.remove_failed_seeds()
         has_seeds = len(self.model.seeds) > 0
         if has_seeds:
-            self.model.flow.ran = False
+            self.model.seeds.flow.ran = False
         loss = self._call(closure)
         if has_seeds:
             self._check_seeds_ran()
@@ -328,23 +351,13 @@ class Grower(NamedOps):
             torch.tensor([score]), torch.tensor([loss], dtype=torch.float32)
         )
         self.safety.remove_broken_seeds()
-        macs = self.model.macs / max(self.model.analysis.macs, 1)
+        macs = self.model.macs / max(self.model.first_cost.macs, 1)
         self._compute += self._batches * macs
         self._batches = 0
         if not self._used_loss:
             self._skip_training()
-        observation = self._observe(track)
-        if self._keep_held(observation):
-            observation = self._observe(track)
-        masks = compute_masks(observation, self.model.spec)
-        masks = without_slots(masks, self._slots_by_hand())
-        actions, state = self.controller.decide(
-            observation, masks, self._controller_state, self._generator
-        )
-        self._ranks.from_first([actions])
-        refuse_illegal(actions, masks)
+        actions, state, why_not = self._decide(track)
         op = Op(int(actions[0, HEAD["op"]]))
-        why_not = self._why_not(observation, masks) if op is Op.WAIT else ""
         action = action_text(actions, self.model.slots, self.model.spec)
         with uninterrupted():
             if op is not Op.WAIT:
@@ -374,6 +387,30 @@ class Grower(NamedOps):
             self._snapshot() if op is Op.FOSSILIZE else self.safety.topology_changed()
             return decision
 
+    def _decide(
+        self, track: Track
+    ) -> tuple[Int64[Tensor, "1 head"], ControllerState, str]:
+        """The controller's action and state, and why it plants nothing."""
+        if not self.model.slots:
+            wait = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
+            return wait, self._controller_state, "lists of blocks grow by deepen() only"
+        observation = self._observe(track)
+        if self._keep_held(observation):
+            observation = self._observe(track)
+        masks = compute_masks(observation, self.model.spec)
+        decided = self.model.decided.tolist()
+        by_hand = [n for n, s in enumerate(decided) if s in self._slots_by_hand()]
+        masks = without_slots(masks, by_hand)
+        actions, state = self.controller.decide(
+            observation, masks, self._controller_state, self._generator
+        )
+        self._ranks.from_first([actions])
+        refuse_illegal(actions, masks)
+        actions = actions.clone()
+        actions[0, HEAD["slot"]] = decided[int(actions[0, HEAD["slot"]])]
+        waits = int(actions[0, HEAD["op"]]) == Op.WAIT
+        return actions, state, self._why_not(observation, masks) if waits else ""
+
     def _observe(self, track: Track) -> Observation:
         return observe(
             self.model,
@@ -392,17 +429,27 @@ class Grower(NamedOps):
         keeps: Keeps | None = getattr(self.controller, "keeps", None)
         if keeps is None or not bool(keeps(observation)[0]):
             return False
-        states, by_hand = self.model.states, self._slots_by_hand()
+        states, by_hand = self.model.seeds.states, self._slots_by_hand()
         held = (states.stage == Stage.HOLDING) & (states.age > 0)
         slots = [s for s in held[0].nonzero().flatten().tolist() if s not in by_hand]
-        return self._keep(slots)
-
-    def _keep(self, slots: Sequence[int]) -> bool:
         with uninterrupted():
             if slots:
                 self.model.keep_seeds(slots)
                 self._snapshot()
         return bool(slots)
+
+    @contextmanager
+    def _depth_change(self) -> Iterator[None]:
+        """Follow a change of the host's depth in the block."""
+        by_hand = [self.model.slots[slot] for slot in self._slots_by_hand()]
+        decided = len(self.model.decided)
+        yield
+        self._by_hand = {*map(self.model.seeds.index, by_hand)}
+        self._own = [id(p) for p in host_parameters(self.model.host).values()]
+        if len(self.model.decided) != decided:  # a state may count slots
+            self._set_controller(controller_for(self._choice, self.model.spec))
+            self._controller_state = None
+        self.safety.host_changed()
 
     def finish(self) -> None:
         """End growth: fold active seeds at their alphas, and remove the others.
@@ -472,7 +519,7 @@ class Grower(NamedOps):
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
-            "host": [self.model.analysis.parameters, self.model.analysis.macs],
+            "host": [self.model.first_cost.parameters, self.model.first_cost.macs],
             "sizes": {n: [*shape] for n, shape in self.model.seeds.sizes.items()},
             "groups": self._surgery.names(),
             "optimizer": self.optimizer.state_dict(),
@@ -485,6 +532,7 @@ class Grower(NamedOps):
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
             "by_hand": sorted(self._slots_by_hand()),
+            "depths": [*self.model.depths],
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),
             "settings": dict(self._settings),
         }
@@ -497,25 +545,35 @@ class Grower(NamedOps):
             )
         require_readable("the saved Grower", state["format"], "Train it again.")
         self._check_current()
-        before = tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, self.state_dict()
-        )
         try:
-            self._check_state(state)
-            with uninterrupted():
-                undo: list[Change] = [
+            with uninterrupted(), all_or_nothing(undo := list[Change]()):
+                self._match_depths(state, undo)
+                self._check_state(state)
+                before = tree_map(
+                    lambda x: x.clone() if isinstance(x, Tensor) else x,
+                    self.state_dict(),
+                )
+                undo += [
                     partial(self._restore, before),
                     self._surgery.restore_point(),
                     self.model.seeds.restore_point(),
                 ]
-                with all_or_nothing(undo):
-                    self._restore(state)
+                self._restore(state)
         except InvalidInputError:
             raise
         except Exception as error:
             raise InvalidInputError(
                 f"this saved Grower cannot be loaded: {described(error)}"
             ) from error
+
+    def _match_depths(self, state: Mapping[str, Any], undo: list[Change]) -> None:
+        """Give the host the depths of a saved state."""
+        depths = state.get("depths", [])
+        if depths != self.model.depths:
+            held = dict(vars(self))
+            undo += [self.safety.host_changed, lambda: vars(self).update(held)]
+            with self._depth_change():
+                match_depths(self.model, depths, state["model"], undo)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error if a saved state is damaged or has other settings."""
@@ -544,8 +602,7 @@ class Grower(NamedOps):
         finally:
             self.model.after_load = self._after_load
         parameters, macs = state["host"]
-        known = self.model.analysis
-        self.model.analysis = replace(known, parameters=parameters, macs=macs)
+        self.model.first_cost = Cost(parameters, macs)
         sizes = {name: torch.Size(shape) for name, shape in state["sizes"].items()}
         for name, now in self.model.seeds.shapes().items():
             first = sizes.get(name, torch.Size())
@@ -580,7 +637,7 @@ class Grower(NamedOps):
 
     def _warn_if_too_small(self, budget: int) -> None:
         """Warn if a budget in parameters is too small for any seed."""
-        places, kinds = len(self.model.analysis.places), self.model.spec.blueprints
+        places, kinds = len(self.model.seeds.places), self.model.spec.blueprints
         prices = [self.model.price(p, kind) for p in range(places) for kind in kinds]
         cheapest = min((price.parameters for price in prices if price), default=0)
         if 0 < budget < cheapest:
@@ -593,7 +650,9 @@ class Grower(NamedOps):
 
     def _warn_of_outdated_copy(self) -> None:
         """Warn once if a copy of the host is updated but does not grow with it."""
-        for copy in () if self._has_warned else self.model.lagging_copies():
+        for copy in (
+            () if self._has_warned else self.model.seeds.living_copies(following=False)
+        ):
             own = [*host_parameters(copy.host).values()]
             sums = [float(p.detach().sum()) for p in (own[0], own[-1])]
             if self._lagging.setdefault(copy, sums) != sums:
@@ -618,13 +677,16 @@ class Grower(NamedOps):
 
     def _why_never(self) -> str:
         """Why the controller can plant nothing in these slots; empty if it can."""
-        places, kinds = self.model.analysis.places, self.model.spec.blueprints
+        places, kinds = self.model.seeds.places, self.model.spec.blueprints
         wanted = [k for k, planted in zip(kinds, self._plants, strict=True) if planted]
         slots = range(len(places))
-        if any(self.model.price(slot, kind) for slot in slots for kind in wanted):
+        if not places or any(
+            self.model.price(slot, kind) for slot in slots for kind in wanted
+        ):
             return ""
         names = ", ".join(kind.name for kind in wanted[:4])
-        why = misfit(wanted[0], places[0].geometry) or "it would not merge"
+        why = self.model.skipped.get(places[0].site.inlet)
+        why = why or misfit(wanted[0], places[0].geometry) or "it would not merge"
         return (
             f"nothing will grow: the controller plants {names}, which fits no slot "
             f"({places[0].site.name}: {why})"
@@ -646,7 +708,7 @@ class Grower(NamedOps):
     def _call(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss of a closure, after resetting the hooks."""
         if len(self.model.seeds):
-            for hooks in self.model.hooks:
+            for hooks in self.model.seeds.hooks:
                 hooks.begin()
         loss = closure()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -659,13 +721,21 @@ class Grower(NamedOps):
         with uninterrupted():
             receipt = self.model.act(self.model.encode(op, slot, **choices))
             if op is Op.GERMINATE:
-                self._by_hand.add(self.model.index(slot))
+                self._by_hand.update(
+                    self.model.tied_slots(self.model.seeds.index(slot))
+                )
             self._snapshot() if op is Op.FOSSILIZE else self.safety.topology_changed()
         return receipt
 
+    def _deepen(self, name: str, by: int, how: DepthBlueprint) -> Receipt:
+        self._check_home()
+        self._check_attached()
+        with uninterrupted(), self._depth_change():
+            return self.model.deepen(name, by, how)
+
     def _slots_by_hand(self) -> set[int]:
         """Slots whose seeds were planted by hand and still exist."""
-        stages = self.model.states.stage[0]
+        stages = self.model.seeds.states.stage[0]
         self._by_hand = {s for s in self._by_hand if int(stages[s]) != Stage.DORMANT}
         return self._by_hand
 
@@ -688,9 +758,9 @@ class Grower(NamedOps):
         self._batches += 1
         if self.model.seeds.count_batch():
             return
-        before = self.model.states
+        before = self.model.seeds.states
         self.model.tick(1, decision=False)
-        after = self.model.states
+        after = self.model.seeds.states
         self._moved |= not torch.equal(before.alpha, after.alpha)
         moved_on = before.stage != after.stage
         if bool(moved_on.any()):
@@ -701,7 +771,7 @@ class Grower(NamedOps):
     def _skip_training(self) -> None:
         """Advance seeds in training, which cannot train without `grower.loss`."""
         for slot, name in enumerate(self.model.slots):
-            age = int(self.model.states.age[0, slot])
+            age = int(self.model.seeds.states.age[0, slot])
             old_enough = age >= self.model.spec.slots.min_age
             if self.model.stage(name) is Stage.TRAINING and old_enough:
                 self._skipped_training = True
@@ -709,7 +779,7 @@ class Grower(NamedOps):
 
     def _check_seeds_ran(self) -> None:
         """Raise an error if the loss bypasses the seeds, as some compiled graphs do."""
-        missed = 0 if self.model.flow.ran else self._batches_without_seeds + 1
+        missed = 0 if self.model.seeds.flow.ran else self._batches_without_seeds + 1
         self._batches_without_seeds = missed % MAX_BATCHES_WITHOUT_SEEDS
         if missed >= MAX_BATCHES_WITHOUT_SEEDS:
             raise InvalidStateError(
@@ -725,7 +795,7 @@ class Grower(NamedOps):
             )
 
     def _check_attached(self) -> None:
-        if self.model.flow.owner is None:
+        if self.model.seeds.flow.owner is None:
             raise InvalidStateError(
                 "detach() was called: this Grower has left its host. Build a new one."
             )

@@ -15,7 +15,6 @@ config cannot describe the sizes, `save_pretrained` raises an error.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from functools import partial
 from io import BytesIO
 from itertools import islice
@@ -32,6 +31,12 @@ from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import described, short
 from esper.files import Disk, open_regular, publish, require_readable
 from esper.grower import Grower
+from esper.growth.analysis.config_fields import (
+    built_shapes,
+    copy_fields,
+    shapes_of,
+    sized_config,
+)
 from esper.growth.analysis.host_layers import fit_sizes
 from esper.growth.analysis.tracing import Example, kept_randomness
 from esper.growth.measurements import Mode
@@ -57,17 +62,6 @@ STATE_FILE: Final = "esper.pt"
 """State of the Grower in a checkpoint of the Trainer."""
 WEIGHTS_FILE: Final = "model.safetensors"
 EXAMPLE_ROWS: Final = 2
-WIDTH_FIELDS: Final = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "d_ff",
-    "hidden_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-)
-"""Names that configs use for the width of MLPs."""
-
 KEEPS_SEEDS: Final = (
     "the model keeps its seeds. Save it with esper.save(model, path) and load it with "
     "esper.load(path, model)"
@@ -260,64 +254,22 @@ def merge_into_model(grower: Grower) -> nn.Module:
         )
     config: Any = getattr(model, "config", None)  # a plain nn.Module has none
     try:
-        sized = None if config is None else sized_config(plain)
+        wanted = shapes_of(dict(plain.named_parameters()))
+        sized = None if config is None else sized_config(plain, wanted)
     except InvalidInputError as error:
         raise InvalidInputError(f"{error}, so {KEEPS_SEEDS}.") from error
     grower.detach()
-    for key in WIDTH_FIELDS:
-        if hasattr(sized, key):
-            setattr(config, key, getattr(sized, key))
+    copy_fields(sized, config)
     return model
 
 
 def _save(model: Any, why: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
     """`save_pretrained` of a model that keeps seeds, or sizes that no config has."""
     config = getattr(model, "config", None)
-    if grown_part(model) or _shapes(model) != _shapes(_built(model, config)):
+    shapes = shapes_of(dict(model.named_parameters()))
+    if grown_part(model) or shapes != built_shapes(model, config):
         raise InvalidInputError(f"from_pretrained would not load what grew: {why}")
     type(model).save_pretrained(model, *args, **kwargs)
-
-
-def sized_config(model: Any) -> Any:  # noqa: ANN401
-    """The config of a model with the sizes that its layers have.
-
-    A field sets the sizes that change when the field changes. Raises an error if no
-    config describes the model.
-    """
-    config, wanted = deepcopy(model.config), _shapes(model)
-    for key in [key for key in WIDTH_FIELDS if hasattr(config, key)]:
-        probe = deepcopy(config)
-        setattr(probe, key, (getattr(config, key) or 0) + 1)
-        before, after = (_shapes(_built(model, one)) for one in (config, probe))
-        sizes = {
-            wanted[name][axis]
-            for name in wanted.keys() & before.keys()
-            for axis, size in enumerate(before[name])
-            if size != after[name][axis]
-        }
-        if len(sizes) > 1:
-            found = ", ".join(map(str, sorted(sizes)))
-            raise InvalidInputError(
-                f"layers have grown to different sizes ({found}) and "
-                f"{type(config).__name__} has one {key}"
-            )
-        if sizes:
-            setattr(config, key, sizes.pop())
-    if _shapes(_built(model, config)) != wanted:
-        raise InvalidInputError(
-            f"{type(config).__name__} has no field for the layers that grew"
-        )
-    return config
-
-
-def _built(model: nn.Module, config: Any) -> nn.Module:  # noqa: ANN401
-    with torch.device("meta"):
-        made: nn.Module = type(model)(config)
-    return made
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def _check_arguments(args: TrainingArguments, state: TrainerState) -> None:
@@ -407,7 +359,7 @@ def _wrap_forward(model: nn.Module, grower: Grower) -> Callable[[], None]:
 
         def closure() -> Tensor:
             answer = own(*args, **kwargs)
-            if not grower.model.flow.shadow:
+            if not grower.model.seeds.flow.shadow:
                 answers.append(answer)
             loss = answer.get("loss") if isinstance(answer, Mapping) else answer[0]
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -76,7 +76,7 @@ class GrowCallback(Callback):
                 names = ("blueprints", "seeds_per_slot", "merge_only")
                 some = {n: self.options[n] for n in names if n in self.options}
                 model = GrowingModel(host, self.slots, self.example, **some)
-                model.flow.owner_ref = None  # the Grower takes it over
+                model.seeds.flow.owner_ref = None  # the Grower takes it over
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Build the Grower."""
@@ -172,7 +172,7 @@ class GrowCallback(Callback):
         def training_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             assert self.grower is not None
             answer: Any = None
-            flow = self.grower.model.flow
+            flow = self.grower.model.seeds.flow
 
             def closure() -> Tensor:
                 nonlocal answer

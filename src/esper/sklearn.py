@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import InvalidInputError
 from esper.grower import Grower
-from esper.growth.model import GrowingModel, check_number
+from esper.growth.model import GrowingModel
 from esper.growth.saving.export import export
 from esper.tamiyo.registry import ControllerChoice
 
@@ -104,7 +105,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int) -> None:  # noqa: N803
         """Standardize the inputs and grow a network; `y` is the target of the loss."""
         for name in COUNTS:
-            check_number(name, getattr(self, name), least=1)
+            require_int(name, getattr(self, name))
         random = check_random_state(self.random_state)
         rng_seed = int(random.randint(2**31 - 1))
         self._mean, self._scale = X.mean(axis=0), X.std(axis=0)

@@ -4,7 +4,15 @@ import copy
 
 import pytest
 
-from benchmarks.architectures import LOOPS, OWN, Run, as_report, run, tried
+from benchmarks.architectures import (
+    LOOPS,
+    OWN,
+    Run,
+    as_report,
+    in_pretrained,
+    run,
+    tried,
+)
 from benchmarks.zoo import ARCHITECTURES
 
 ACTIONS = ["grow", "save", "load", "resume", "export"]
@@ -55,6 +63,21 @@ def test_what_does_not_work_is_numbered_and_named():
         ("MLP", "works", "but [1]", *["works"] * (len(LOOPS) - 2), "but [2]")
     ]
     assert report.notes[:2] == ["[1] load: refused: no.", "[2] onnx: refused: no."]
+
+
+def test_what_was_not_tried_is_said_to_be():
+    report = as_report(["MLP"], {("MLP", "AMP"): {"grow": "works"}})
+    (row,) = report.rows
+    assert row == ("MLP", "not tried", "works", *["not tried"] * (len(LOOPS) - 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers_is_loaded_as_it_grew_or_refused(tmp_path):
+    pytest.importorskip("transformers")
+    found = [in_pretrained(ARCHITECTURES[n], tmp_path) for n in ("BERT", "ConvNeXt")]
+    assert found[0] == {"grow": "works", "load": "works"}
+    assert "ConvNextConfig has no field for the layers" in found[1]["grow"]
+    assert in_pretrained(ARCHITECTURES["MLP"], tmp_path) == {}
 
 
 @pytest.mark.slow

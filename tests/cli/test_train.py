@@ -38,6 +38,7 @@ REFUSED = [
     (("more",), "unrecognized arguments: more"),
     (("--rng-seed", "-1"), "--rng_seed must be greater than or equal to 0"),
     (("--device", "nonsense"), "device 'nonsense' cannot be used here"),
+    (("--device", "meta"), "device 'meta' cannot be used here. Use one of: cpu"),
     (("--rounds", "3"), "did you mean '--budget.rounds'"),
     (("--logger=tensorbord",), "did you mean 'tensorboard'?"),
     (("--start_from", "nothing"), "there is no run 'nothing' in runs"),

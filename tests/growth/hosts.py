@@ -87,6 +87,47 @@ class Net(nn.Sequential):
             self.add_module(name, layer)
 
 
+class Scale(nn.Module):
+    """One weight per channel, in a module or in the code of the host."""
+
+    def __init__(self, width: int, *axes: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, width).view(-1, *axes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class OwnScale(nn.Module):
+    """A module with children, whose code multiplies with parameters of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.beta = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gamma.view(1, -1, 1, 1) * self.act(self.beta * x)
+
+
+class SqueezeExcite(nn.Module):
+    """A gate from the means of all channels, with layers of convolutions or not."""
+
+    def __init__(self, width: int, hidden: int, *, linear: bool = False) -> None:
+        super().__init__()
+        self.pool, self.linear = nn.AdaptiveAvgPool2d(1), linear
+        kinds = (nn.Linear, {}) if linear else (nn.Conv2d, {"kernel_size": 1})
+        self.fc1 = kinds[0](width, hidden, **kinds[1])
+        self.fc2 = kinds[0](hidden, width, **kinds[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pool(x)
+        h = h.view(x.shape[0], x.shape[1]) if self.linear else h
+        h = torch.sigmoid(self.fc2(torch.relu(self.fc1(h))))
+        return x * (h.view(x.shape[0], x.shape[1], 1, 1) if self.linear else h)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A host, what it is called with, and its places."""
@@ -139,8 +180,8 @@ def every_planting() -> list[tuple[str, str, str]]:
     found = []
     for kind in HOSTS:
         model = grow(kind)
-        for slot in range(len(model.analysis.places)):
-            geometry = model.place(slot).geometry
+        for slot in range(len(model.seeds.places)):
+            geometry = model.seeds.place(slot).geometry
             found += [
                 (kind, model.slots[slot], blueprint.name)
                 for blueprint in model.spec.blueprints

@@ -36,7 +36,9 @@ def begin(name):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_twelve_architectures_export_what_was_counted(name):
+# DeBERTa-v2 is scripted when its module is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_every_architecture_exports_what_was_counted(name):
     architecture = ARCHITECTURES[name]
     model, optimizer, grower = begin(name)
     first, second = grower.model.slots[0], grower.model.slots[-1]

@@ -12,7 +12,7 @@ from esper.grower import Grower
 from esper.growth.model import GrowingModel
 from esper.growth.saving.export import Branches, export
 from esper.growth.seed_modules import host_parameters
-from tests.growth.hosts import Net, bits, everything
+from tests.growth.hosts import Net, OwnScale, Scale, bits, everything
 
 SLOTS = ("a->b", "b->c")
 UP, DOWN = "a->b#0", "b->c#0"
@@ -74,7 +74,24 @@ def flatten():
     )
 
 
+def between():
+    return Net(
+        a=nn.Conv2d(2, 6, 1, bias=False),
+        norm=nn.BatchNorm2d(6),
+        act=nn.PReLU(6),
+        depth=nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6),
+        scale=Scale(6, 1, 1),
+        b=nn.Conv2d(6, 5, 3, padding="same"),
+        shared=nn.PReLU(),
+        own=OwnScale(5),
+        c=nn.Conv2d(5, 4, 3),
+        flat=nn.Flatten(),
+        head=nn.Linear(4, 4),
+    )
+
+
 HOSTS = {
+    "between": (between, (2, 6, 6)),
     "linear": (linear, (6,)),
     "conv1d": (conv1d, (3, 10)),
     "conv2d": (conv2d, (2, 6, 6)),
@@ -107,7 +124,7 @@ def shake(seed, rng_seed=0):
 
 
 def seed_of(model, slot):
-    return model.seeds[f"slot_{model.index(slot)}"]
+    return model.seeds[f"slot_{model.seeds.index(slot)}"]
 
 
 def hold(model, slot, name="widen_8", target="MOST"):
@@ -152,7 +169,7 @@ def test_planting_changes_no_bit_whoever_is_born_last(kind, order, tempo):
         more = block[0].numel() if host.dim() > 2 else block.shape[0]
         share = host[0].numel() / (host[0].numel() + more)
         he = (2 / host[0].numel()) ** 0.5
-        alone = he if model.place(0).in_mlp else host.std(correction=0)
+        alone = he if model.seeds.place(0).in_mlp else host.std(correction=0)
         spread = float(first.std(correction=0) / alone)
         assert spread == pytest.approx(share**0.5, rel=1e-4)
 
@@ -335,7 +352,7 @@ def test_a_price_is_what_planting_costs():
         for slot in (UP, DOWN, "a->b#1", "b->c#1"):
             name = "widen_x1.25" if slot == UP else "widen_x2"
             blueprint = next(b for b in model.spec.blueprints if b.name == name)
-            index, before = model.index(slot), model.count()
+            index, before = model.seeds.index(slot), model.count()
             price, width = model.price(index, blueprint), model.seeds.width(index)
             hold(model, slot, name)
             after = model.count()

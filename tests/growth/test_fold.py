@@ -7,20 +7,34 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim import (
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    Muon,
+    RMSprop,
+    Rprop,
+)
 
 import esper
 from esper.contracts.actions import Op
 from esper.contracts.errors import EsperWarning, InvalidInputError, InvalidStateError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
+from esper.growth.actions import encode_action
 from esper.growth.blueprints.registry import find
-from esper.growth.model import GrowingModel, encode_action
+from esper.growth.model import GrowingModel
 from esper.growth.optimiser import CORRECTED
 from esper.growth.safety import GovernorConfig
 from esper.growth.saving.export import export
-from tests.growth.hosts import bits, everything
-from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, host_of
+from esper.growth.seed_modules import host_parameters
+from tests.growth.hosts import bits, everything, grow
+from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, between, host_of
+from tests.growth.test_export import squeezed
 
 SGDS = {
     "plain": lambda p: SGD(p, 0.05),
@@ -102,7 +116,7 @@ def test_moments_are_folded_with_the_weights(name):
 def test_moments_of_a_younger_block_are_equal_after_bias_correction(kind):
     model, optimizer, _ = growing("linear", lambda p: kind(p, 1e-2, amsgrad=True))
     seed = model.seeds["slot_0"]
-    inlet = model.place(0).inlet
+    inlet = model.seeds.place(0).inlet
     group = optimizer.param_groups[0]
 
     def corrected(parameter):
@@ -128,7 +142,7 @@ def test_a_seed_without_moments_gets_second_moments_of_its_layer():
     model, optimizer, train = growing("linear", lambda p: Adam(p, 1e-2))
     train(100)
     model.plant("a->b#1", "widen_8", tempo="AT_ONCE")
-    inlet = model.place(0).inlet
+    inlet = model.seeds.place(0).inlet
     before = optimizer.state[inlet.weight]["exp_avg_sq"].clone()
     rows = len(inlet.weight)
     model.keep_seeds([2])
@@ -174,7 +188,7 @@ def test_alpha_goes_into_the_outgoing_weights_with_its_gradients():
         x, y = batch("linear")
         model.host.zero_grad()
         cross_entropy(model(x.double()), y).backward()
-        outlet = model.place(0).outlet
+        outlet = model.seeds.place(0).outlet
         seed = model.seeds["slot_0"].weights["last"]
         grad = torch.cat([outlet.weight.grad, seed.grad.T / 0.5], dim=1)
         if keeps:
@@ -186,9 +200,27 @@ def test_alpha_goes_into_the_outgoing_weights_with_its_gradients():
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [Adadelta, Rprop])
+def test_sizes_of_steps_go_with_alpha(make):
+    losses = []
+    for keeps in (False, True):
+        options = {"eps": 1e-30} if make is Adadelta else {"step_sizes": (0.0, 50.0)}
+        model, optimizer, train = growing("linear", lambda p, o=options: make(p, **o))
+        for state in optimizer.state.values() if make is Adadelta else ():
+            state["acc_delta"].fill_(1e-4)
+        for slot in (UP, DOWN):
+            model.set_alpha(slot, "HALF")
+        model.tick(8)
+        train(3)
+        if keeps:
+            model.keep_seeds([0, 1])
+        losses.append(train(10))
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-9)
+
+
 def test_a_slot_is_free_again_and_costs_stay_relative_to_the_first_host():
     model, _, train = growing("linear", SGDS["plain"])
-    host = model.analysis.parameters
+    host = model.first_cost.parameters
     added, macs = model.parameters_added, model.macs
     model.keep(UP)
     assert model.stage(UP) is Stage.DORMANT
@@ -196,7 +228,7 @@ def test_a_slot_is_free_again_and_costs_stay_relative_to_the_first_host():
         (Stage.HOLDING, Stage.FOSSILIZED),
         (Stage.FOSSILIZED, Stage.DORMANT),
     ]
-    assert (model.analysis.parameters, model.parameters_added) == (host, added)
+    assert (model.first_cost.parameters, model.parameters_added) == (host, added)
     assert model.macs == macs
     price = model.price(0, find("widen_8"))
     model.plant(UP, "widen_8", tempo="AT_ONCE")
@@ -204,7 +236,7 @@ def test_a_slot_is_free_again_and_costs_stay_relative_to_the_first_host():
     train(2)
 
 
-@pytest.mark.parametrize("style", ["frozen", "scale", "attention"])
+@pytest.mark.parametrize("style", ["frozen", "scale", "attention", "weight_norm"])
 def test_what_does_not_fold_stays_a_branch_and_says_why(style):
     torch.manual_seed(0)
     host = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
@@ -215,13 +247,14 @@ def test_what_does_not_fold_stays_a_branch_and_says_why(style):
     slot, kind = ("2#0", "squeeze_excite") if style == "attention" else ("0->2#0", "")
     how = {"style": "SCALE"} if style == "scale" else {}
     model.plant(slot, kind or "widen_8", tempo="AT_ONCE", **how)
+    if style == "weight_norm":
+        weight_norm(host[0])
     before = everything(host)
     model.keep(slot)
     assert model.stage(slot) is Stage.FOSSILIZED
-    reason = model.why_branches[model.index(slot)]
-    assert {"frozen": "frozen", "scale": "scales", "attention": "not linear"}[
-        style
-    ] in reason
+    reason = model.why_branches[model.seeds.index(slot)]
+    whys = {"scale": "scales", "attention": "not linear", "weight_norm": "not a plain"}
+    assert whys.get(style, style) in reason
     assert everything(host) == before
 
 
@@ -240,9 +273,25 @@ def test_a_residual_branch_that_reads_the_units_keeps_a_seed_from_folding():
     assert "1#0" in model.why_branches[0]
     assert bits(model.example_outputs()) == before
     assert host[0].out_features == 6
+    model.tick()
+    model.prune("1#0")
+    model.tick()
+    model.plant("0->2#1", "widen_8", tempo="AT_ONCE")
+    model.keep("0->2#1")  # both fold now
+    assert host[0].out_features == 22
+    assert not model.why_branches
 
 
 # Saving and copies.
+
+
+def several(parameters, rate):
+    """Muon for the matrices and AdamW for the vectors."""
+    held = [*parameters]
+    matrices, others = (
+        [p for p in held if (p.ndim == 2) is flat] for flat in (True, False)
+    )
+    return [Muon(matrices, rate), AdamW(others, rate)]
 
 
 def grower_of(seed=0, optimizer=AdamW, **options):
@@ -279,16 +328,19 @@ def folded(**options):
     return grower
 
 
+@pytest.mark.parametrize("optimizer", [AdamW, several])
 @pytest.mark.parametrize("seeds", ["living", "none"])
-def test_a_state_loads_into_the_small_host_and_training_goes_on_to_the_bit(seeds):
-    grower = folded()
+def test_a_state_loads_into_the_small_host_and_training_goes_on_to_the_bit(
+    seeds, optimizer
+):
+    grower = folded(optimizer=optimizer)
     if seeds == "none":
         grower.keep("3->5#0")
         train(grower, 2, 9)
     data = io.BytesIO()
     torch.save(grower.state_dict(), data)
     data.seek(0)
-    other = grower_of(seed=5)
+    other = grower_of(seed=5, optimizer=optimizer)
     other.load_state_dict(torch.load(data, weights_only=True))
     assert bits(other.state_dict()) == bits(grower.state_dict())
     assert other.model.base == grower.model.base
@@ -352,6 +404,95 @@ def test_an_average_folds_its_own_weights():
     assert average.module[0].out_features == 14
 
 
+@pytest.mark.parametrize("make", [between, squeezed])
+def test_steps_with_weights_are_saved_copied_averaged_and_folded(make, tmp_path):
+    def start(rng_seed):
+        torch.manual_seed(rng_seed)
+        host, options = make(), {"controller": "never", "tick": 1}
+        optimizer = AdamW(host.parameters(), 1e-2)
+        return Grower(host, optimizer, example=x[:4], slots=slots, **options)
+
+    def run(grower, steps, first=0):
+        for step in range(first, first + steps):
+            torch.manual_seed(step)
+            loss = grower.model.host(torch.randn_like(x)).square().sum()
+            grower.optimizer.zero_grad()
+            loss.backward()
+            grower.optimizer.step()
+            average.update_parameters(grower.model.host)
+
+    x = torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    slots = ["a->b", "b->c"] if make is between else ["conv1->conv2"]
+    grower, plain = start(0), start(5)
+    host = grower.model.host
+    average = torch.optim.swa_utils.AveragedModel(host, use_buffers=True)
+    grower.follow(average)
+    for kept in (False, True):
+        for slot in slots:
+            for part in (host, average):
+                part.eval()
+            expected = [host(x), average(x)]
+            if kept:
+                grower.keep(f"{slot}#0")
+            else:
+                grower.plant(f"{slot}#0", "widen_x1.5", tempo="AT_ONCE")
+            for one, part in zip(expected, (host, average), strict=True):
+                torch.testing.assert_close(part(x), one, rtol=1e-5, atol=1e-6)
+            run(grower, 3)
+        assert grower.model.why_branches == {}
+        expected = host.eval()(x)
+        esper.save(host, tmp_path / "net")
+        copies = [copy.deepcopy(host), esper.load(tmp_path / "net", make())]
+        data = io.BytesIO()
+        torch.save(host, data)
+        data.seek(0)
+        copies.append(torch.load(data, weights_only=False))
+        assert all(torch.equal(one.eval()(x), expected) for one in copies)
+        assert (grower.export()(x) - expected).abs().max() < 1e-5
+        plain.load_state_dict(copy.deepcopy(grower.state_dict()))
+        for one in (grower, plain):
+            one.model.host.train()
+            run(one, 3, 20)
+        assert bits(plain.state_dict()) == bits(grower.state_dict())
+
+
+def test_each_weight_and_its_moments_stay_with_one_of_several_optimisers():
+    grower = folded(optimizer=several)
+    muon, adamw = grower.optimizer.members
+    for optimizer in (muon, adamw):
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all((p.ndim == 2) is (optimizer is muon) for p in held)
+        assert {*optimizer.state} == {*held}
+        for parameter in held:
+            moments = [t for t in optimizer.state[parameter].values() if t.dim()]
+            assert {t.shape for t in moments} == {parameter.shape}
+    groups = grower.optimizer.param_groups
+    assert {p for g in groups for p in g["params"]} == {*grower.model.parameters()}
+
+
+def test_a_bad_step_is_refused_for_all_optimisers_and_a_round_is_one_batch():
+    grower = grower_of(optimizer=several, tick=4)
+    muon, adamw = grower.optimizer.members
+    batches, checked = [], []
+    monitor, host = grower.safety.monitor, grower.model.host
+    for order in ((muon, adamw), (adamw, muon), (adamw,)):
+        host(torch.randn(16, 8)).square().sum().backward()
+        for optimizer in order:
+            optimizer.step()
+        batches.append(grower._batches)
+        checked.append(monitor.batches)
+    assert batches == checked == [1, 2, 3]
+    before = everything(host, grower.optimizer)
+    host(torch.randn(16, 8)).square().sum().backward()
+    host[1].weight.grad.fill_(torch.nan)  # a vector, which Muon does not train
+    with pytest.warns(EsperWarning, match="a batch was refused"):
+        muon.step()
+    adamw.step()
+    after = everything(host, grower.optimizer)
+    assert before[0] == after[0]
+    assert before[2] == after[2]
+
+
 def test_a_lost_graph_of_an_earlier_batch_does_not_matter():
     """Loops keep the loss of the last batch alive while a decision is made."""
     grower = grower_of()
@@ -367,8 +508,9 @@ def test_a_lost_graph_of_an_earlier_batch_does_not_matter():
     assert loss.requires_grad  # still alive
 
 
-def test_a_roll_back_after_a_fold_restores_sizes_and_moments():
-    grower = folded(governor=GovernorConfig())
+@pytest.mark.parametrize("optimizer", [AdamW, several])
+def test_a_roll_back_after_a_fold_restores_sizes_and_moments(optimizer):
+    grower = folded(governor=GovernorConfig(), optimizer=optimizer)
     grower.keep("3->5#0")
     want = everything(grower.model.host, grower.optimizer)
     train(grower, 1)
@@ -629,3 +771,37 @@ def test_a_detached_grower_exports_and_plants_no_more():
     ):
         with pytest.raises(InvalidStateError, match=r"detach\(\) was called"):
             call()
+
+
+def test_loading_a_state_keeps_hooks_on_the_gradients_of_the_host():
+    """DistributedDataParallel averages gradients in such hooks."""
+    model = grow("vector")
+    model.plant("second#0", "residual_mlp")
+
+    def accumulators():
+        parameters = host_parameters(model.host).values()
+        return [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters]
+
+    before = accumulators()
+    model.load_state_dict(model.state_dict())
+    assert all(a is b for a, b in zip(before, accumulators(), strict=True))
+
+
+def test_a_state_loads_whatever_new_memory_contains():
+    def fresh():
+        torch.manual_seed(0)
+        one = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        host = nn.Sequential(nn.Conv2d(2, 4, 1), one, nn.Conv2d(4, 3, 1))
+        return GrowingModel(host, ["0->2"], torch.randn(2, 2, 5, 5))
+
+    grown, small = fresh(), fresh()
+    grown.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    grown.finish()
+    grown.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    torch.use_deterministic_algorithms(True)  # new memory contains NaN
+    try:
+        small.load_state_dict(grown.state_dict())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    x = torch.randn(2, 2, 5, 5)
+    assert torch.equal(small(x), grown(x))

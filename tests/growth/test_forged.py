@@ -93,6 +93,9 @@ def test_no_function_of_torch_can_be_named(every, state, tmp_path, monkeypatch):
     assert not built
 
 
+BRANCH = {"kind": "join", "name": "mul", "layer": ""}
+
+
 def test_a_join_names_only_what_joins(state):
     for name in {*FUNCTIONS, "torch.add", "exec"} - {*JOINS}:
         one = {"kind": "join", "name": name, "layer": "first", "branch": []}
@@ -119,6 +122,11 @@ def test_a_join_names_only_what_joins(state):
         step("reshape") | {"kwargs": {"shape": ["rows", "columns"]}},
         {"kind": "module", "name": "second"},
         {"kind": "module", "name": ""},
+        {"kind": "parameter", "name": "first.bias"},
+        BRANCH | {"branch": [{"kind": "parameter", "name": "first.gamma"}]},
+        BRANCH | {"branch": [{"kind": "parameter", "name": "nowhere.bias"}]},
+        BRANCH | {"branch": [{"kind": "module", "name": "second"}]},
+        BRANCH | {"branch": [], "squeeze": 0},
         {"kind": "module", "name": "__class__"},
         {"kind": "unsaved", "name": "relu"},
         {"kind": "code", "name": "relu"},

@@ -201,4 +201,4 @@ def test_branches_that_read_other_tensors_are_no_gate():
 
     reason = "mul joins 'gate' and 'up', which read different tensors"
     model = GrowingModel(Other(), ["gate->down"], ROWS)
-    assert model.place(0).geometry.why_no_span == reason
+    assert model.seeds.place(0).geometry.why_no_span == reason

@@ -22,13 +22,13 @@ def test_a_seed_is_added_or_scales_by_its_alpha(style, target, alpha):
     model = grow("vector")
     move_to(model, SLOT, "residual_mlp", "HOLDING", style=style, alpha_target=target)
     shake(model)
-    seed, host = model.seeds[f"slot_{model.index(SLOT)}"], model.host.eval()
+    seed, host = model.seeds[f"slot_{model.seeds.index(SLOT)}"], model.host.eval()
     x = make_batch("vector", 4)[0]
     seen = []
     handle = host.second.register_forward_hook(lambda m, a, out: seen.append(out))
     host(x)
     handle.remove()
-    with model.flow.using(left_out=model.index(SLOT)):
+    with model.seeds.flow.using(left_out=[model.seeds.index(SLOT)]):
         bare = host.second(torch.relu(host.norm(host.first(x))))
     delta = seed(bare)
     wanted = bare + alpha * delta if style == "ADD" else bare * (1 + alpha * delta)
@@ -48,9 +48,9 @@ def test_shadow_gradients_are_those_of_the_seed_in_place():
 
     learning = model.training_parameters()
     loss, found = shadow_gradients(
-        closure, model.flow, model, learning, [*model.modules()]
+        closure, model.seeds.flow, model, learning, [*model.modules()]
     )
-    with model.flow.using(tried=model.index("second->last#0")):
+    with model.seeds.flow.using(tried=model.seeds.index("second->last#0")):
         straight = closure()
         wanted = torch.autograd.grad(straight, learning)
     torch.testing.assert_close(loss, straight.detach(), rtol=0, atol=0)
@@ -84,11 +84,11 @@ def test_gradient_checkpointing_recomputes_seeds_and_all():
     for model.host.stored in (True, False):
         learning = model.training_parameters()
         shadow = shadow_gradients(
-            closure, model.flow, model, learning, [*model.modules()]
+            closure, model.seeds.flow, model, learning, [*model.modules()]
         )[1]
         trained = [p for p in model.parameters() if not any(p is q for q in learning)]
         found.append([*shadow, *torch.autograd.grad(closure(), trained)])
-    assert not model.flow.failed
+    assert not model.seeds.flow.failed
     assert all(map(torch.equal, *found))
 
 
@@ -162,7 +162,7 @@ def test_parts_that_are_called_one_by_one_give_the_hosts_answer_or_none(
         InvalidStateError, match=r"given \[2, 8\] and 'back' gave \[5, 8\]"
     ):
         host.decode(code)
-    assert not grower.model.flow.failed
+    assert not grower.model.seeds.flow.failed
     host.encode(x)
     assert torch.equal(host(x), whole)  # what was left is of no account
 
@@ -193,7 +193,7 @@ def test_a_seed_that_fails_is_raised_unless_a_grower_removes_it(halves):
         with pytest.raises(ZeroDivisionError):
             alone(x)
     host(x)
-    assert [*grower.model.flow.failed] == [0]
+    assert [*grower.model.seeds.flow.failed] == [0]
     grower.loss(lambda: host(x).square().mean())
     assert not grower.model.seeds
     assert "its forward failed" in grower.safety.incidents[0]

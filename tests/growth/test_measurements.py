@@ -61,7 +61,7 @@ def test_an_observation_shows_budget_slots_and_offers():
     move_to(model, "first->second#0", "widen_8", "HOLDING", alpha_target="MOST")
     track = Track.fresh(1).after(torch.tensor([0.4]), torch.tensor([1.5]))
     seen = observe(model, track, horizon=10, compute=3.0, budget=2.0, rent=0.1)
-    share = model.parameters_added / model.analysis.parameters
+    share = model.parameters_added / model.first_cost.parameters
     assert float(seen.host.budget_left) == pytest.approx(2.0 - share)
     assert float(seen.host.added) == pytest.approx(share)
     assert float(seen.slots.parameters[0, 0]) == pytest.approx(share)

@@ -100,7 +100,7 @@ def train(kind, planting=None, *, steps, prune_at=None):
         learning = model.training_parameters()
         if learning:
             shadow, found = shadow_gradients(
-                closure, model.flow, model, learning, [*model.modules()]
+                closure, model.seeds.flow, model, learning, [*model.modules()]
             )
             model.shadow_losses.append(float(shadow))
             loss = attach_gradients(loss, learning, found)
@@ -133,7 +133,9 @@ def test_the_modules_of_training_seeds_are_known_after_every_change():
     model.plant("second#0", "residual_mlp", tempo="SLOW")
     undo = model.seeds.restore_point()
     assert check() == 2
-    model.remove(model.index("first->second#0"))  # and the blocks of others with it
+    model.remove(
+        model.seeds.index("first->second#0")
+    )  # and the blocks of others with it
     assert check() == 2
     model.tick()
     model.advance("second->last#0")
@@ -157,14 +159,14 @@ def test_what_is_not_possible_is_refused_and_changes_nothing():
     with pytest.raises(InvalidInputError, match="did you mean 'STANDARD'"):
         model.plant("first->second#0", "widen_8", tempo="standrd")
     assert not model.seeds
-    assert not bool(model.states.stage.any())
+    assert not bool(model.seeds.states.stage.any())
 
 
 def test_slots_of_one_place_lie_apart():
     model = grow("vector", seeds_per_slot=3)
     places = HOSTS["vector"].slots
     assert model.slots[: len(places)] == tuple(f"{name}#0" for name in places)
-    assert model.place(1) is model.place(1 + len(places))
+    assert model.seeds.place(1) is model.seeds.place(1 + len(places))
 
 
 def test_parameters_and_macs_are_what_was_declared():
@@ -172,7 +174,7 @@ def test_parameters_and_macs_are_what_was_declared():
     declared = model.cost(0, model.spec.blueprints[5])
     model.plant(model.slots[0], model.spec.blueprints[5].name)
     assert declared.parameters == model.parameters_added
-    assert model.macs == model.analysis.macs  # not felt yet
+    assert model.macs == model.first_cost.macs  # not felt yet
 
 
 @pytest.mark.parametrize("kind", HOSTS)
@@ -227,7 +229,7 @@ def test_new_units_are_as_large_as_the_old_ones_where_these_are_a_measure():
         with torch.no_grad():
             model.host.first.weight.mul_(factor)
         model.plant(f"first->second#{slot}", "widen_8")
-        seed = model.seeds[f"slot_{model.index(f'first->second#{slot}')}"]
+        seed = model.seeds[f"slot_{model.seeds.index(f'first->second#{slot}')}"]
         built = seed.weights["first"].detach().std(correction=0)
         if factor == 7.0:
             old = model.host.first.weight.detach().std(correction=0)
@@ -308,7 +310,7 @@ def test_new_units_of_an_mlp_begin_as_where_controllers_are_trained(kind):
     model = grow(kind, host)
     slot = model.slots[0]
     model.plant(slot, "widen_32")
-    seed, place = model.seeds["slot_0"], model.place(0)
+    seed, place = model.seeds["slot_0"], model.seeds.place(0)
     first = seed.weights["first"].detach()
     wanted = float(place.inlet.weight.detach().std(correction=0))
     if kind == "vector":

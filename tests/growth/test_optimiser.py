@@ -229,7 +229,14 @@ def test_what_cannot_be_operated_on_is_refused():
     host = Host()
     every = list(host.parameters())
     own = named(host)
-    assert "list" in refusal(lambda: Surgery(every, own))
+    assert "got Parameter" in refusal(lambda: Surgery(every, own))
+    assert "an empty list" in refusal(lambda: Surgery([], own))
+    two = [optim.SGD(every[:3]), optim.Adam(every[2:])]
+    assert "is in two optimisers" in refusal(lambda: Surgery(two, own))
+    assert "not in the optimiser" in refusal(lambda: Surgery(two[:1], own))
+    assert "got str" in refusal(lambda: Surgery([two[0], "adam"], own))
+    two[0].base_optimizer = two[1]
+    assert "pass its base optimizer" in refusal(lambda: Surgery(two[0], own))
     assert "LBFGS" in refusal(lambda: Surgery(optim.LBFGS(every), own))
     assert "SparseAdam" in refusal(lambda: Surgery(optim.SparseAdam(every), own))
     assert "'second.bias'" in refusal(lambda: Surgery(optim.SGD(every[:-1]), own))

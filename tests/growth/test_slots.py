@@ -15,7 +15,8 @@ from esper.growth.analysis.interlayer import (
 )
 from esper.growth.analysis.slots import analyse_host, choose_slots, suggest_slots
 from esper.growth.blueprints.geometry import Layout
-from tests.growth.hosts import HOSTS, make_batch, make_host
+from esper.growth.model import GrowingModel
+from tests.growth.hosts import HOSTS, Scale, make_batch, make_host
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -30,6 +31,17 @@ class TwoLayers(nn.Module):
 
     def forward(self, x):
         return self.second(self.between(self.first(x)))
+
+
+class Cut(nn.Module):
+    """Weights that look like one per unit, in code that mixes units."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x * self.gamma.sum()
 
 
 class Fork(TwoLayers):
@@ -56,6 +68,12 @@ def place(host, slot="first->second", example=X):
         nn.Sequential(nn.GELU(), nn.Dropout(0.3)),
         nn.BatchNorm1d(12),
         nn.LayerNorm(12),
+        nn.RMSNorm(12),
+        nn.PReLU(),
+        nn.PReLU(12),
+        Scale(12),
+        Scale(1),
+        lambda h: h * torch.sigmoid(1.7 * h),
         lambda h: F.dropout(torch.tanh(h), 0.2, training=False),
         lambda h: F.leaky_relu(h, 0.2),
         lambda h: h.clamp(min=0).mul(2.0),
@@ -74,7 +92,8 @@ def test_channel_wise_work_between_two_layers_lets_units_in(between):
     ("between", "reason"),
     [
         (lambda h: torch.softmax(h, dim=1), "mixes channels"),
-        (lambda h: h + h.mean(dim=1, keepdim=True), "hidden tensor"),
+        (lambda h: h + h.mean(dim=1, keepdim=True), "mean between the layers"),
+        (Cut(12), "'between' (Cut) between the layers mixes channels"),
         (lambda h: h + X.sum(), "mixes the hidden tensor with another"),
         (nn.Linear(12, 12), "'between' reads the first layer's output"),
         (lambda h: h.chunk(2, dim=1)[0].repeat(1, 2), "chunk splits the hidden tensor"),
@@ -100,7 +119,7 @@ class Modes(TwoLayers):
 @pytest.mark.parametrize(
     ("between", "how"),
     [
-        (lambda h, t: h + torch.randn_like(h) if t else h, "forks at add"),
+        (lambda h, t: h + torch.randn_like(h) if t else h, "the steps are different"),
         (lambda h, t: h + torch.randn(12) if t else h, "add mixes the hidden tensor"),
         (lambda h, t: torch.tanh(h) if t else h, "the steps are different"),
         (lambda h, t: h if t else torch.tanh(h), "the steps are different"),
@@ -286,6 +305,15 @@ def test_a_host_without_such_places_is_offered_those_beside_its_layers():
         suggest_slots(nn.Sequential(nn.Embedding(4, 3)), torch.zeros(2, 3).long())
 
 
+def test_the_operation_in_the_way_is_named_where_no_pair_of_layers_can_grow():
+    host = TwoLayers(lambda h: torch.softmax(h, dim=1))
+    in_the_way = "softmax between the layers"
+    assert in_the_way in suggest_slots(host, X).skipped["first"]
+    with pytest.raises(InvalidInputError, match=f"can grow.*first: .*{in_the_way}"):
+        GrowingModel(host, "auto", X, blueprints=["widen_8"])
+    assert GrowingModel(host, "auto", X, blueprints=["low_rank_4"]).slots
+
+
 def test_what_is_skipped_is_named_with_its_reason():
     host = nn.Sequential(
         nn.Conv2d(4, 8, 3, padding=1),
@@ -298,10 +326,10 @@ def test_what_is_skipped_is_named_with_its_reason():
     )
     found = suggest_slots(host, torch.randn(2, 4, 5, 5))
     assert found == ("4->6",)
-    groups = "has 2 groups; new units need a convolution with one"
-    assert groups in found.skipped["2"]
-    assert found.skipped["0"].startswith(f"'2' {groups}")
-    assert found.skipped["3"] == "has padding 'circular'; use numbers of zeros"
+    groups = "is a grouped convolution with 2 groups"
+    assert found.skipped["2"] == groups
+    assert found.skipped["0"] == f"'2' {groups}"
+    assert found.skipped["3"] == "has padding 'circular'; use zeros"
     assert found.skipped["6"] == "no other layer reads its output"
     assert str(found).splitlines()[:2] == ["4->6", "skipped:"]
 
@@ -316,7 +344,7 @@ def test_a_layer_that_cannot_be_analysed_is_skipped_with_a_reason(monkeypatch):
     )
     found = suggest_slots(host, torch.randn(2, 3, 4, 4))
     assert found == ("2->4",)
-    assert found.skipped["0"].startswith("PixelShuffle between the layers")
+    assert found.skipped["0"].startswith("'1' (PixelShuffle) between the layers")
 
     def broken(host, name, module):
         if name == "0":

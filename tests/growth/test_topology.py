@@ -8,8 +8,8 @@ import torch
 from esper.contracts.actions import HEAD, Op
 from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.stages import Stage, StageChanged
+from esper.growth.actions import Receipt, action_text, encode_action
 from esper.growth.history import PLAIN, GrowthDecision, summary
-from esper.growth.model import Receipt, action_text, encode_action
 from tests.growth.hosts import grow
 
 

@@ -29,6 +29,7 @@ from esper import (
     blueprint,
     check_blueprint,
     collect,
+    enlarge,
     fit,
     load,
     load_controller,
@@ -162,6 +163,7 @@ def growing(folder: Path) -> None:
     grower.detach()
     by_hand = GrowingModel(network(), ["0->2"], x)
     by_hand.plant(by_hand.slots[0], "widen_8", tempo="FAST")
+    assert_type(enlarge(network(), width=2.0, example=x), nn.Sequential)
     check_blueprint("users_linear", nn.Sequential(nn.Linear(4, 4)), ["0->0"], x[:4])
 
 

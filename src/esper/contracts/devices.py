@@ -1,6 +1,7 @@
 """Kind and device of tensors: checks, and copies to a device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,15 +13,23 @@ from esper.contracts.errors import InvalidInputError
 Tree = TypeVar("Tree")
 
 
-def usable_device(device: torch.device | str) -> torch.device:
-    """Return the device; raise an error if this machine cannot use it."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InvalidInputError(
-            f"device '{device}' cannot be used here: {reason}"
-        ) from None
+def usable_device(
+    device: torch.device | str, *, has_values: bool = True
+) -> torch.device:
+    """Return the device; raise an error if this machine cannot use it.
+
+    With `has_values`, "meta" is refused, whose tensors have shapes only.
+    """
+    with suppress(RuntimeError, AssertionError, TypeError):
+        found = torch.empty(0, device=device).device
+        if found.type != "meta" or not has_values:
+            return found
+    others = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    others += ["mps"] if torch.backends.mps.is_available() else []
+    raise InvalidInputError(
+        f"device '{device}' cannot be used here. Use one of: "
+        f"{', '.join(['cpu', *others])}."
+    )
 
 
 def require_tensor(

@@ -8,9 +8,10 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
+from esper.growth.actions import Receipt
 from esper.growth.analysis.host_layers import units_of
 from esper.growth.blueprints.registry import Cost
-from esper.growth.model import GrowingModel, Receipt
+from esper.growth.model import GrowingModel
 
 MAX_SEEDS_LISTED: Final = 16
 MAX_CHANGES_LISTED: Final = 8
@@ -57,7 +58,7 @@ def summary(
     model: GrowingModel, history: Sequence[GrowthDecision], notes: Sequence[str] = ()
 ) -> str:
     """One page: seeds, costs, changes, and why nothing was planted."""
-    host, grown, active = model.analysis, model.count(), model.count(active=True)
+    host, grown, active = model.first_cost, model.count(), model.count(active=True)
     exported = model.count(exported=True)
     lines = [
         f"{len(history)} decisions; parameters {host.parameters:,} -> "
@@ -105,9 +106,14 @@ def summary(
 
 
 def _seeds(model: GrowingModel) -> list[str]:
-    wide = max(map(len, model.slots))
-    lines = []
-    for place in model.analysis.places:
+    depths = dict(reversed(model.depths))
+    wide = max(map(len, (*model.slots, *depths)), default=0)
+    lines = [
+        f"  {name:<{wide}}  {max(order) + 1} -> "
+        f"{len([*model.host.get_submodule(name).children()])} blocks"
+        for name, order in depths.items()
+    ]
+    for place in model.seeds.places:
         if place.geometry.spans:
             before = model.seeds.units_before(place)
             if before != (now := units_of(place.inlet)):
@@ -116,7 +122,7 @@ def _seeds(model: GrowingModel) -> list[str]:
         stage = model.stage(name)
         if stage is not Stage.DORMANT:
             kind = model.seeds.blueprint_of(slot).name
-            alpha = float(model.states.alpha[0, slot])
+            alpha = float(model.seeds.states.alpha[0, slot])
             why = model.why_branches.get(slot, "")
             lines.append(
                 f"  {name:<{wide}}  {stage.name:<10}  {kind:<14}  alpha {alpha:.2f}"

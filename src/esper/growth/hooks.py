@@ -10,7 +10,7 @@ frozen; buffers and random state are restored, so the host's own training is unc
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
@@ -64,8 +64,8 @@ class Flow:
     """Whether no seed is active."""
     shadow: bool = False
     """Whether TRAINING seeds are active, at alpha 1."""
-    left_out: int | None = None
-    """A slot whose seed is inactive in this pass."""
+    left_out: Collection[int] = ()
+    """Slots whose seeds are inactive in this pass."""
     tried: int | None = None
     """A slot whose seed is active at alpha 1 in this pass."""
     failed: dict[int, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Flow:
         return self.owner_ref() if self.owner_ref is not None else None
 
     @contextmanager
-    def using(self, **changes: bool | int) -> Iterator[None]:
+    def using(self, **changes: bool | int | Collection[int]) -> Iterator[None]:
         """Set fields for this thread's passes in the block."""
         changes["thread"] = get_ident()
         before = {name: getattr(self, name) for name in changes}
@@ -111,17 +111,24 @@ class Hook:
     held: dict[int, Callable[..., Any]]
     """All hooks of this kind on the module, in order of registration."""
     call: Callable[..., Any]
+    ahead: Collection[int] = ()
+    """Hooks that came before it when it was switched off."""
 
     def switch(self, *, on: bool) -> None:
         """Switch the hook on or off; its position among other hooks stays."""
         key = self.handle.id
         if on and key not in self.held:
-            younger = [*takewhile(lambda other: other > key, reversed(self.held))]
+            behind = [
+                *takewhile(
+                    lambda x: x > key and x not in self.ahead, [*self.held][::-1]
+                )
+            ]
             self.held[key] = self.call
-            for other in reversed(younger):
+            for other in reversed(behind):
                 self.held[other] = self.held.pop(other)
-        elif not on:
-            self.held.pop(key, None)
+        elif not on and key in self.held:
+            self.ahead = {*takewhile(lambda other: other != key, self.held)}
+            del self.held[key]
 
 
 @dataclass(slots=True)
@@ -308,7 +315,7 @@ class SlotHooks:
         if slot in flow.failed:
             return 0.0
         if flow.thread == get_ident():
-            if flow.muted or slot == flow.left_out:
+            if flow.muted or slot in flow.left_out:
                 return 0.0
             if slot == flow.tried or (branch.shadow and flow.shadow):
                 return 1.0

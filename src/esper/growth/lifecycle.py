@@ -5,7 +5,7 @@ time: a seed trains and blends for the ticks of its tempo, up to HOLDING; alphas
 their curves; a faded seed leaves its slot. A tick is a number of batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from math import pi
 from typing import Final, TypeVar
@@ -209,6 +209,13 @@ def _tended(
     stage = torch.where((stage == Stage.BLENDING) & settled, Stage.HOLDING, stage)
     leaves = torch.isin(stage, LEAVING.to(stage.device)) & settled
     return torch.where(leaves, Stage.DORMANT, stage), moved, alpha
+
+
+def freed(states: SeedStates, slots: Collection[int]) -> SeedStates:
+    """The states of one environment with some slots free."""
+    gone = torch.zeros_like(states.stage, dtype=torch.bool)
+    gone[0, [*slots]] = True
+    return select(gone, SeedStates.empty(*gone.shape), states)
 
 
 def select(where: Bool[Tensor, "env ..."], new: Record, old: Record) -> Record:

@@ -8,9 +8,9 @@ returns the observation of one model, without contribution and promise of slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -22,6 +22,7 @@ from esper.contracts.stages import Stage
 from esper.contracts.world import BlueprintOffers, HostStates, Observation
 from esper.growth.analysis.tracing import isolated
 from esper.growth.model import GrowingModel
+from esper.growth.seed_modules import slot_number
 
 SLOPE_DECAY: Final = 0.6
 """Decay of the running slopes per decision."""
@@ -179,6 +180,9 @@ def host_states(
     )
 
 
+Record = TypeVar("Record", SlotStates, BlueprintOffers)
+
+
 def observe(
     model: GrowingModel,
     track: Track,
@@ -189,7 +193,7 @@ def observe(
     rent: float,
 ) -> Observation:
     """Observation of one model; budget and rent are per multiple of the host."""
-    host = model.analysis.parameters
+    host = model.first_cost.parameters
     added = model.parameters_added / host
     return Observation(
         episode_start=track.decisions <= 1,
@@ -201,19 +205,26 @@ def observe(
             rent=torch.tensor([rent]),
             added=torch.tensor([added]),
         ),
-        slots=slot_states(model),
-        offers=offers(model),
+        slots=_decided(model, slot_states(model)),
+        offers=_decided(model, offers(model)),
     )
+
+
+def _decided(model: GrowingModel, record: Record) -> Record:
+    """A record of all slots without those that follow another one."""
+    if len(model.decided) == len(model.slots):
+        return record
+    values = {one.name: getattr(record, one.name) for one in fields(record)}
+    return replace(record, **{n: v[:, model.decided] for n, v in values.items()})
 
 
 def slot_states(model: GrowingModel) -> SlotStates:
     """Observation of all slots of one model."""
-    states, count = model.states, range(len(model.slots))
+    states, count = model.seeds.states, range(len(model.slots))
     units = [float(_units(model, slot)) for slot in count]
     seeds = {
-        slot: model.cost_of(slot).parameters
-        for slot in count
-        if f"slot_{slot}" in model.seeds
+        slot_number(name): sum(p.numel() for p in seed.parameters())
+        for name, seed in model.seeds.items()
     }
 
     def row(values: Sequence[float]) -> Tensor:
@@ -228,7 +239,7 @@ def slot_states(model: GrowingModel) -> SlotStates:
         alpha_settled=states.settled,
         blueprint=states.blueprint,
         style=states.style,
-        parameters=row([seeds.get(s, 0) / model.analysis.parameters for s in count]),
+        parameters=row([seeds.get(s, 0) / model.first_cost.parameters for s in count]),
         depth=row(_depths(model)),
         capacity=row([width / max(units) for width in units]),
         units=row(units),
@@ -242,14 +253,14 @@ def slot_states(model: GrowingModel) -> SlotStates:
 
 def _depths(model: GrowingModel) -> list[float]:
     """Ranks of the places by depth, in (0, 1]."""
-    places = model.analysis.places
+    places = model.seeds.places
     order = sorted(range(len(places)), key=lambda place: places[place].depth)
     ranks = [(order.index(place) + 1) / len(places) for place in range(len(places))]
     return ranks * (len(model.slots) // len(places))
 
 
 def _units(model: GrowingModel, slot: int) -> int:
-    geometry = model.place(slot).geometry
+    geometry = model.seeds.place(slot).geometry
     return model.seeds.width(slot) if geometry.spans else geometry.outlet_width
 
 
@@ -258,21 +269,20 @@ def offers(model: GrowingModel) -> BlueprintOffers:
 
     Only the first free slot of a place is offered, since its slots are equivalent.
     """
-    host, kinds = model.analysis, model.spec.blueprints
-    prices = [
-        model.price(place, kind) for place in range(len(host.places)) for kind in kinds
-    ]
+    host, kinds = model.first_cost, model.spec.blueprints
+    places = len(model.seeds.places)
+    prices = [model.price(place, kind) for place in range(places) for kind in kinds]
     rows = [
         (price.parameters / host.parameters, price.macs / max(1, host.macs), 1.0)
         if price
         else (0.0, 0.0, 0.0)
         for price in prices
     ]
-    table = torch.tensor(rows).unflatten(0, (1, len(host.places), len(kinds)))
-    per_place = len(model.slots) // len(host.places)
+    table = torch.tensor(rows).unflatten(0, (1, places, len(kinds)))
+    per_place = len(model.slots) // places
     size, work, fits = table.repeat(1, per_place, 1, 1).unbind(-1)
     unknown = torch.zeros_like(size)
-    free = (model.states.stage == Stage.DORMANT).unflatten(1, (per_place, -1))
+    free = (model.seeds.states.stage == Stage.DORMANT).unflatten(1, (per_place, -1))
     first = (free & (free.cumsum(dim=1) == 1)).flatten(1)
     return BlueprintOffers(
         fits=fits.bool() & first[:, :, None],

@@ -10,12 +10,10 @@ example. A change is applied completely or not at all, even if something raises;
 is delayed. Only `tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from math import inf, prod
-from numbers import Integral
 from typing import Any, Final
 from weakref import ref
 
@@ -24,15 +22,29 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, ActionMasks, ActionSpec, Op
+from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
-from esper.contracts.errors import IllegalActionError, InvalidInputError, unknown
+from esper.contracts.checks import require_int
+from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth import lifecycle
-from esper.growth.analysis.host_layers import restore_sizes, units_of
+from esper.growth.actions import (
+    OPS,
+    DepthBlueprint,
+    NamedOps,
+    Receipt,
+    encode_action,
+)
+from esper.growth.analysis.config_fields import (
+    Axis,
+    fields_of_axes,
+    follow_sizes,
+    restore_fields,
+    shapes_of,
+)
+from esper.growth.analysis.host_layers import is_layer, restore_sizes, units_of
 from esper.growth.analysis.slots import (
-    HostAnalysis,
     InsertionPoint,
     analyse_host,
     choose_slots,
@@ -49,12 +61,22 @@ from esper.growth.analysis.tracing import (
 )
 from esper.growth.blueprints.forms import FormSeed, Layer
 from esper.growth.blueprints.registry import Cost, cost, find, misfit
+from esper.growth.depth import deepen, split_slots
 from esper.growth.distributed import DistributedContext
 from esper.growth.hooks import ADD, Change
 from esper.growth.lifecycle import SeedStates
 from esper.growth.optimiser import OptimizerSurgery
-from esper.growth.saving.export import difference, plan, why_units_do_not_fold
-from esper.growth.saving.folding import ActiveSeed, Reading, folded, why_no_merge
+from esper.growth.saving.export import why_units_do_not_fold
+from esper.growth.saving.folding import (
+    ActiveSeed,
+    FoldError,
+    Reading,
+    difference,
+    fold_possible,
+    folded,
+    why_no_merge,
+    why_not,
+)
 from esper.growth.saving.saved_topology import NAME
 from esper.growth.seed_modules import (
     SeedModules,
@@ -68,15 +90,6 @@ from esper.growth.seed_modules import (
 
 GRADIENTS: Final = "gradients"
 FOLDED: Final = "folded into its layers"
-OPS: Final = tuple(op.name for op in Op if op is not Op.ADVANCE)
-"""Ops of a controller; seeds advance by their tempo, or by hand."""
-
-VERBS = {
-    Op.ADVANCE: "advance",
-    Op.SET_ALPHA: "set alpha of",
-    Op.PRUNE: "prune",
-    Op.FOSSILIZE: "keep",
-}
 PASSED = {
     Stage.BLENDING: "trained for its tempo",
     Stage.HOLDING: "alpha reached its target",
@@ -84,101 +97,6 @@ PASSED = {
 }
 """Reason for entering a stage without an op."""
 Parts = tuple[Sequence[nn.Module], Sequence[nn.Module]]
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """Effect of one op on the model's output on its example."""
-
-    op: str
-    slot: str
-    blueprint: str
-    jump: float
-    """Largest absolute change of the output in eval mode."""
-
-    def __str__(self) -> str:
-        """One line."""
-        what = f" {self.blueprint}" if self.blueprint else ""
-        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
-
-
-class FoldError(Exception):
-    """Seeds cannot be folded; nothing has changed."""
-
-
-class NamedOps:
-    """The ops of a growing model as methods that take names."""
-
-    def plant(
-        self,
-        slot: str,
-        blueprint: str,
-        *,
-        style: str = "ADD",
-        tempo: str = "STANDARD",
-        alpha_target: str = "FULL",
-    ) -> Receipt:
-        """Plant a seed; it leaves the output unchanged until it blends in.
-
-        Args:
-            slot: Name of the slot, such as "fc1->fc2#0".
-            blueprint: Name of the blueprint, such as "widen_16".
-            style: How the seed changes the output: "ADD" or "SCALE".
-            tempo: How long it trains before it blends in: "AT_ONCE", "FAST",
-                "STANDARD" or "SLOW".
-            alpha_target: Weight of the seed after blending: "HALF", "MOST" or "FULL".
-        """
-        how = {"style": style, "tempo": tempo, "alpha_target": alpha_target}
-        return self._op(Op.GERMINATE, slot, blueprint=blueprint, **how)
-
-    def advance(self, slot: str) -> Receipt:
-        """Let a training seed blend in now instead of at the end of its tempo."""
-        return self._op(Op.ADVANCE, slot)
-
-    def set_alpha(
-        self,
-        slot: str,
-        target: str,
-        *,
-        speed: str = "FAST",
-        curve: str = "LINEAR",
-        style: str = "ADD",
-    ) -> Receipt:
-        """Move a seed's alpha to another target.
-
-        Args:
-            slot: Name of the slot.
-            target: New weight of the seed: "HALF", "MOST" or "FULL".
-            speed: Duration of the change: "INSTANT", "FAST" or "SLOW".
-            curve: Shape of the change over time: "LINEAR", "COSINE" or
-                "SIGMOID".
-            style: How the seed changes the output: "ADD" or "SCALE".
-        """
-        how = {"alpha_target": target, "alpha_speed": speed, "alpha_curve": curve}
-        return self._op(Op.SET_ALPHA, slot, style=style, **how)
-
-    def prune(
-        self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR"
-    ) -> Receipt:
-        """Fade a seed out; a training seed is removed at once.
-
-        Args:
-            slot: Name of the slot.
-            speed: Duration of the fade: "INSTANT", "FAST" or "SLOW".
-            curve: Shape of the fade over time: "LINEAR", "COSINE" or
-                "SIGMOID".
-        """
-        return self._op(Op.PRUNE, slot, alpha_speed=speed, alpha_curve=curve)
-
-    def keep(self, slot: str) -> Receipt:
-        """Keep a holding seed for good: fold it into the host's own layers.
-
-        Its slot is free again. A seed that does not fold stays a branch.
-        """
-        return self._op(Op.FOSSILIZE, slot)
-
-    def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
-        raise NotImplementedError
 
 
 class GrowingModel(nn.Module, NamedOps):
@@ -196,6 +114,8 @@ class GrowingModel(nn.Module, NamedOps):
         tick: Batches per tick, the unit of tempos and speeds.
         rng_seed: Random seed of the seeds' initial weights.
         merge_only: Allow only seeds that `export` folds into the host's own layers.
+        tie_widths: Whether layers that one field of the host's config sizes grow
+            together.
         take_over: Replace the Grower or GrowingModel that uses the host.
     """
 
@@ -213,13 +133,14 @@ class GrowingModel(nn.Module, NamedOps):
         tick: int = 1,
         rng_seed: int = 0,
         merge_only: bool = False,
+        tie_widths: bool = True,
         take_over: bool = False,
     ) -> None:
         super().__init__()
-        check_number("seeds_per_slot", seeds_per_slot, least=1)
-        check_number("tick", tick, least=1)
-        check_number("min_age", min_age, least=0)
-        check_number("rng_seed", rng_seed, least=0)
+        require_int("seeds_per_slot", seeds_per_slot)
+        require_int("tick", tick)
+        require_int("min_age", min_age, least=0)
+        require_int("rng_seed", rng_seed, least=0)
         if isinstance(blueprints, str):
             raise InvalidInputError(
                 f"blueprints must be a list of names, got {blueprints!r}."
@@ -241,43 +162,59 @@ class GrowingModel(nn.Module, NamedOps):
         def reject(place: InsertionPoint) -> str:
             return why_none_merges(host, place, chosen, example) if merge_only else ""
 
+        def unfit(place: InsertionPoint) -> str:
+            whys = [misfit(kind, place.geometry) for kind in chosen]
+            return whys[0] if all(whys) else reject(place)
+
         with all_or_nothing(self.undo_steps):
-            names = choose_slots(host, slots, example, reject)
-            self.analysis: HostAnalysis = analyse_host(host, names, example)
-            for place in self.analysis.places:
+            self.fields = fields_of_axes(host) if tie_widths else {}
+            """Config fields that size axes of the host's parameters."""
+            slots, self.lists = split_slots(host, slots)
+            """Lists of blocks among the slots."""
+            names: tuple[str, ...] = ()
+            if slots or not self.lists:
+                names = choose_slots(host, slots, example, unfit, self.fields)
+            self.skipped: Mapping[str, str] = getattr(names, "skipped", {})
+            """Layers that "auto" found no pair for, and why."""
+            analysis = analyse_host(host, names, example)
+            places = analysis.places
+            for place in places:
                 if why := reject(place):
                     raise InvalidInputError(f"slot {place.site.name!r}: {why}.")
             # All places come before the second slot of any place, so that filling
             # the slots in order spreads the seeds.
-            numbered = tuple(
+            self.slots = tuple(
                 f"{place.site.name}#{index}"
                 for index in range(seeds_per_slot)
-                for place in self.analysis.places
+                for place in places
             )
-            slot_config = SlotConfig(len(numbered), min_age)
+            self.tied = tied_places(places, self.fields)
+            """Numbers of the places that grow together, for every place."""
+            leads = [group[0] == n for n, group in enumerate(self.tied)]
+            self.decided = torch.tensor(leads * seeds_per_slot).nonzero().flatten()
+            """Slots that a controller decides about: the first of every tied group."""
+            slot_config = SlotConfig(len(self.decided) or 1, min_age)
             narrowed = {"op": OPS, **({"style": ("ADD",)} if merge_only else {})}
             self.spec = ActionSpec(slot_config, chosen, narrowed)
-            grown = SeedModules(host, self.analysis.places, numbered, chosen, rng_seed)
+            grown = SeedModules(host, places, self.slots, chosen, rng_seed)
             if before is not None:
                 grown.adopt(before)
             self.undo_steps.append(grown.detach)
             grown.attach()
         self.host = host
         self.__dict__["seeds"] = grown  # not registered: the host's submodule
-        self.slots, self.hooks, self.flow = grown.slots, grown.hooks, grown.flow
-        self.index, self.place = grown.index, grown.place
         grown.flow.owner_ref = ref(self)
-        self.merge_only = merge_only
+        self.merge_only, self.tie_widths = merge_only, tie_widths
+        self.seeds_per_slot = seeds_per_slot
+        self.depths: list[tuple[str, list[int]]] = []
+        """Lists that got blocks, and which of its blocks each had at its positions."""
         self.example: Example = example
         self.batches_per_tick = tick
-        self.base = Cost(self.analysis.parameters, self.analysis.macs)
+        self.base = Cost(analysis.parameters, analysis.macs)
         """Current cost of the host without its seeds."""
-        if self.former is not None:  # growth counts from the first host
-            self.analysis = replace(
-                self.analysis,
-                parameters=self.former.analysis.parameters,
-                macs=self.former.analysis.macs,
-            )
+        former = self.former
+        self.first_cost: Cost = self.base if former is None else former.first_cost
+        """Cost of the host before anything grew."""
         self.why_branches: dict[int, str] = {}
         """Why kept seeds are not folded, by slot."""
         self.surgery: OptimizerSurgery | None = None
@@ -291,16 +228,9 @@ class GrowingModel(nn.Module, NamedOps):
         """Number of the decision in recorded events."""
         self.receipts: list[Receipt] = []
         self.events: list[StageChanged] = []
-        self._copies: list[tuple[ref[SeedModules], dict[str, nn.Module]]] = []
-        """Copies of the host that grow with it, and the seeds that they copied."""
-        self._prices: dict[tuple[str, Blueprint, tuple[Layer, ...]], Cost] = {}
+        self._prices: dict[tuple[object, ...], Cost] = {}
         self._parts: Parts = ([], [])
         self._parts_at = -1  # value of `flow.changes` for which `_parts` holds
-
-    @property
-    def states(self) -> SeedStates:
-        """Stages and alphas of all slots."""
-        return self.seeds.states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Call the host with its seeds."""
@@ -314,7 +244,7 @@ class GrowingModel(nn.Module, NamedOps):
             slot: Name of the slot.
             choices: Names of the choices of other heads, by head.
         """
-        numbers: dict[str, int | str] = {"slot": self.index(slot), **choices}
+        numbers: dict[str, int | str] = {"slot": self.seeds.index(slot), **choices}
         if "blueprint" in choices:
             names = [blueprint.name for blueprint in self.spec.blueprints]
             name = find(choices["blueprint"]).name  # raises if it is unknown
@@ -326,34 +256,47 @@ class GrowingModel(nn.Module, NamedOps):
         return encode_action(op, **numbers)
 
     def act(self, actions: Int64[Tensor, "1 head"]) -> Receipt:
-        """Apply one action and measure its effect; raises if it is not possible."""
+        """Apply one action and measure its effect; raises if it is not possible.
+
+        It applies to all slots that are tied to the action's. Each gets a receipt, with
+        the effect of all together; the first is returned.
+        """
         op, index = Op(int(actions[0, HEAD["op"]])), int(actions[0, HEAD["slot"]])
-        if self.merge_only and op in (Op.GERMINATE, Op.SET_ALPHA):
-            self._refuse_unmerging(op, index, actions)
-        states, min_age = self.states, self.spec.slots.min_age
-        after, done = lifecycle.act(states, actions, min_age, self.batches_per_tick)
-        if not bool(done):
-            raise IllegalActionError(self._why_not(op, index))
-        self.why_branches.pop(index, None)
+        blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
+        states = after = self.seeds.states
+        members = self.tied_slots(index)
+        for slot in members:
+            if self.merge_only and op in (Op.GERMINATE, Op.SET_ALPHA):
+                self._refuse_unmerging(op, slot, actions)
+            mine = actions.clone()
+            mine[0, HEAD["slot"]] = slot
+            min_age = self.spec.slots.min_age
+            after, done = lifecycle.act(after, mine, min_age, self.batches_per_tick)
+            if not bool(done):
+                raise IllegalActionError(self._why_not(op, slot))
+            self.why_branches.pop(slot, None)
+        if op is Op.GERMINATE and (why := self._why_uneven(index, blueprint)):
+            raise InvalidInputError(f"{why}.")
         if op is Op.FOSSILIZE:
-            return self.keep_seeds([index])[0]
+            return self.keep_seeds(members)[0]
         before, without = self.example_outputs(), list[Tensor]()
         if op is Op.PRUNE:  # it fades later; the receipt holds the total change
-            with self.flow.using(left_out=index):
+            with self.seeds.flow.using(left_out=members):
                 without = self.example_outputs()
 
         def change() -> None:
-            if op is Op.GERMINATE:
-                blueprint = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
-                self.seeds.insert(index, self.seeds.new_seed(index, blueprint))
+            for slot in members if op is Op.GERMINATE else ():
+                self.seeds.insert(slot, self.seeds.new_seed(slot, blueprint))
             self.seeds.states = after
             self._pass(0, decision=False)  # finish changes of zero length
             without[:] = without or self.example_outputs()
 
         self.follow(change)
-        self.record_stages(states.stage, op.name)
-        known = max(states, self.states, key=lambda s: int(s.blueprint[0, index]))
-        return self._receipt(op, index, known, _jump(before, without))
+        self._record(states.stage, self.seeds.states.stage, op.name)
+        known = max(states, self.seeds.states, key=lambda s: int(s.blueprint[0, index]))
+        jump = _jump(before, without)
+        first, *_ = [self._receipt(op, slot, known, jump) for slot in members]
+        return first
 
     def _receipt(self, op: Op, slot: int, states: SeedStates, jump: float) -> Receipt:
         kind = int(states.blueprint[0, slot])
@@ -363,21 +306,17 @@ class GrowingModel(nn.Module, NamedOps):
 
     def keep_seeds(self, slots: Sequence[int]) -> list[Receipt]:
         """Keep holding seeds: those that fold are folded, the others stay branches."""
-        states, before = self.states, self.example_outputs()
-        whys = self.fold(slots)
-        for slot in slots:
-            now = self.states.stage
-            kept = now.clone()
-            kept[0, slot] = Stage.FOSSILIZED
-            self._record_change(slot, states.stage, kept, Op.FOSSILIZE.name)
-            self.why_branches.pop(slot, None)
-            if slot in whys:
-                self.why_branches[slot] = whys[slot]
-                age = self.states.age.clone()
-                age[0, slot] = 0
-                self.seeds.states = replace(self.states, stage=kept, age=age)
-            else:
-                self._record_change(slot, kept, now, FOLDED)
+        states, before = self.seeds.states, self.example_outputs()
+        kept = states.stage.clone()
+        kept[0, [*slots]] = Stage.FOSSILIZED
+        self.why_branches = self.fold({*slots, *self.why_branches})
+        self._record(states.stage, kept, Op.FOSSILIZE.name)
+        stays = [slot for slot in slots if slot in self.why_branches]
+        after = self.seeds.states
+        now, age = after.stage.clone(), after.age.clone()
+        now[0, stays], age[0, stays] = Stage.FOSSILIZED, 0
+        self.seeds.states = replace(after, stage=now, age=age)
+        self._record(kept, now, FOLDED)
         jump = _jump(before, self.example_outputs())
         return [self._receipt(Op.FOSSILIZE, slot, states, jump) for slot in slots]
 
@@ -396,16 +335,13 @@ class GrowingModel(nn.Module, NamedOps):
             waits |= dict.fromkeys(slots, "DistributedDataParallel keeps old sizes")
         frozen = [one for one in living if self._is_frozen(one)]
         waits |= {one.slot: "its layers are frozen" for one in frozen}
-        reasons = plan(living, waits, together=False)
-        folds = [one for one in living if one.slot not in reasons]
-        if problem := self._fold(folds):
-            # Fold one place after the other, where that works.
-            for _, group in groupby(folds, key=lambda one: one.place.site):
-                alone = [*group]
-                if len(alone) < len(folds):
-                    problem = self._fold(alone)
-                reasons |= {one.slot: problem for one in alone if problem}
-        return {slot: reasons[slot] for slot in slots if slot in reasons}
+
+        def bound(stays: ActiveSeed, folds: ActiveSeed) -> str:
+            tied = folds.slot in self.tied_slots(stays.slot)
+            return f"{stays.name} stays" if tied else ""
+
+        whys = fold_possible(self.seeds.living_seeds, waits, bound, self._fold)
+        return {slot: whys[slot] for slot in slots if slot in whys}
 
     def _is_frozen(self, one: ActiveSeed) -> bool:
         """Whether a layer that would take up a seed is not trained."""
@@ -415,15 +351,12 @@ class GrowingModel(nn.Module, NamedOps):
 
     def _fold(self, folds: Sequence[ActiveSeed]) -> str:
         """Fold seeds with gradients and moments; returns why not, empty if it did."""
-        if not folds:
-            return ""
         slots, surgery = [one.slot for one in folds], self.surgery
         stays = [one for one in self.seeds.living_seeds() if one.slot not in slots]
-        names = {module: name for name, module in self.host.named_modules()}
         readings = {GRADIENTS: Reading(lambda p: p.grad, power=-1)}
         if surgery is not None:
             readings |= surgery.moments()
-        read = partial(folded, self.host, names, folds, living=stays)
+        read = partial(folded, self.host, folds, living=stays)
         changed = read()
         if any(getattr(module, name) is None for module, name in changed):
             return "its layer has no bias that could take up the shift"
@@ -442,18 +375,23 @@ class GrowingModel(nn.Module, NamedOps):
                 resized = [now[at] for at in now if now[at].shape != before[at]]
                 surgery.put_moments(resized, found)
             self.measure_host(stays)
+            self.follow_config()
             if why := difference(expected, self.example_outputs()):
                 raise FoldError(why)
 
-        norms = [norm for one in folds for norm, _ in one.norms(self.host, names)]
-        touched = {*(module for module, _ in changed), *norms}
+        undo = restore_sizes(self.host.modules()), restore_fields(self.host)
         try:
-            self.follow(change, [restore_sizes(touched)], slots)
+            self.follow(change, undo, slots)
         except FoldError as error:
             return str(error)
         except InvalidInputError as error:  # the host's code needs the old width
             return f"with its units, {error}"
         return ""
+
+    def follow_config(self) -> None:
+        """Let the host's config describe its sizes, if it can."""
+        if self.fields:
+            follow_sizes(self.host, shapes_of(host_parameters(self.host)))
 
     def measure_host(self, living: Sequence[ActiveSeed] = ()) -> None:
         """Update the geometry of all places and the cost after layers were resized.
@@ -462,7 +400,7 @@ class GrowingModel(nn.Module, NamedOps):
         """
         sites = [place.site for place in self.seeds.places]
         ends = [end for site in sites for end in (site.inlet, site.outlet)]
-        muted = self.flow.using(muted=True)
+        muted = self.seeds.flow.using(muted=True)
         with muted, isolated(self.host, training=False), torch.no_grad():
             trace = Trace(self.host, ends, self.example)
             macs = count_macs(lambda: call(self.host, self.example))
@@ -471,54 +409,43 @@ class GrowingModel(nn.Module, NamedOps):
             old, new = one.place.geometry, found[one.place.site.name]
             shapes = [(at.inlet_shape, at.outlet_shape) for at in (old, new)]
             widens = isinstance(one.seed, FormSeed) and one.seed.widens
-            if shapes[0] != shapes[1] and not widens:
+            if (shapes[0] != shapes[1] and not widens) or old.spans is not new.spans:
                 raise FoldError(f"branch {one.name} reads or adds to its units")
         self.seeds.resize(found)
-        self.analysis = replace(self.analysis, places=self.seeds.places)
         parameters = sum(p.numel() for p in host_parameters(self.host).values())
         self.base = Cost(parameters, macs // max(1, batch_size(self.example)))
-        self._prices.clear()
 
     def tick(self, batches: int = 1, *, decision: bool = True) -> None:
         """Advance stages and alphas by some batches and, with `decision`, the ages."""
-        stages = self.states.stage
+        stages = self.seeds.states.stage
         self.follow(lambda: self._pass(batches, decision=decision))
-        self.record_stages(stages, "")
+        self._record(stages, self.seeds.states.stage)
 
     def _pass(self, batches: int, *, decision: bool) -> None:
-        passed = torch.tensor([batches])
-        self.seeds.apply_states(lifecycle.after(self.states, passed, decision=decision))
+        states, passed = self.seeds.states, torch.tensor([batches])
+        self.seeds.apply_states(lifecycle.after(states, passed, decision=decision))
 
     def remove(self, slot: int, reason: str = "") -> None:
         """Remove a seed at once in any stage, for example after an error."""
-        stages = self.states.stage
-        gone = torch.zeros_like(stages, dtype=torch.bool)
-        gone[0, slot] = True
-        empty = SeedStates.empty(*gone.shape)
-        after = lifecycle.select(gone, empty, self.states)
+        states = self.seeds.states
+        after = lifecycle.freed(states, self.tied_slots(slot))
         self.follow(lambda: self.seeds.apply_states(after))
-        self.record_stages(stages, reason)
+        self._record(states.stage, after.stage, reason)
 
-    def record_stages(self, before: Tensor, reason: str) -> None:
+    def _record(self, before: Tensor, after: Tensor, reason: str = "") -> None:
         """Record an event for every slot whose stage changed."""
-        after = self.states.stage
         for slot in (before[0] != after[0]).nonzero().flatten().tolist():
-            self._record_change(slot, before, after, reason)
-
-    def _record_change(
-        self, slot: int, before: Tensor, after: Tensor, reason: str
-    ) -> None:
-        now = Stage(int(after[0, slot]))
-        self.events.append(
-            StageChanged(
-                env=0,
-                slot=slot,
-                step=self.step,
-                before=Stage(int(before[0, slot])),
-                after=now,
-                reason=reason or PASSED[now],
+            was, now = (Stage(int(stages[0, slot])) for stages in (before, after))
+            self.events.append(
+                StageChanged(
+                    env=0,
+                    slot=slot,
+                    step=self.step,
+                    before=was,
+                    after=now,
+                    reason=reason or PASSED[now],
+                )
             )
-        )
 
     def collect(self) -> tuple[tuple[Receipt, ...], tuple[StageChanged, ...]]:
         """Return receipts and events since the last call."""
@@ -529,9 +456,11 @@ class GrowingModel(nn.Module, NamedOps):
     # The optimiser and copies of the host.
 
     def train_with(
-        self, optimizer: Optimizer, ranks: DistributedContext | None = None
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        ranks: DistributedContext | None = None,
     ) -> OptimizerSurgery:
-        """Let parameters of seeds join and leave an optimiser from now on."""
+        """Let parameters of seeds join and leave optimisers from now on."""
         seeds = self.seed_parameters()
         surgery = OptimizerSurgery(optimizer, host_parameters(self.host), seeds)
         self.undo_steps += [surgery.detach, surgery.restore_point()]
@@ -555,7 +484,8 @@ class GrowingModel(nn.Module, NamedOps):
         """
         surgery = self.surgery
         with uninterrupted():
-            undo = [self._measured_before(), self.seeds.restore_point(), *undo_steps]
+            base: Change = partial(setattr, self, "base", self.base)
+            undo = [base, self.seeds.restore_point(), *undo_steps]
             if surgery is not None:
                 undo.append(surgery.restore_point())
             before = self.seed_parameters()
@@ -566,26 +496,8 @@ class GrowingModel(nn.Module, NamedOps):
                     gone = [p for name, p in before.items() if after.get(name) is not p]
                     surgery.leave(gone)
                     self._join(surgery, after, {*before.values()})
-            for copy, twins in self._copies:
-                if (living := copy()) is not None:
-                    if folds:
-                        living.fold(folds)
-                        for slot in folds:
-                            del twins[f"slot_{slot}"]
-                    if living.shapes() != self.seeds.shapes():  # after loading
-                        living.host.load_state_dict(self.host.state_dict())
-                        twins.update(self.seeds.items())
-                    living.mirror(self.seeds, twins)
-
-    def _measured_before(self) -> Change:
-        """Return a function that restores what `measure_host` sets."""
-        analysis, base = self.analysis, self.base
-
-        def put_back() -> None:
-            self.analysis, self.base = analysis, base
-            self._prices.clear()
-
-        return put_back
+            for copy in self.seeds.living_copies():
+                copy.mirror(self.seeds, folds)
 
     def add_copy(self, module: nn.Module) -> None:
         """Let a copy of the host, such as an average, grow with it from now on."""
@@ -599,27 +511,17 @@ class GrowingModel(nn.Module, NamedOps):
             raise InvalidInputError(
                 "the host has grown since the copy was made. Copy it again."
             )
-        self._copies.append((ref(found[0]), dict(self.seeds.items())))
+        found[0].twins = dict(self.seeds.items())
+        if ref(found[0]) not in self.seeds.copies:  # a copy of a copy
+            self.seeds.copies.append(ref(found[0]))
 
     def give_up(self, successor: "GrowingModel") -> None:
         """Hand the host and its copies over to another model."""
         self.is_replaced = True
         if self.surgery is not None:
             self.surgery.detach()
-        if successor.slots == self.slots:
-            successor._copies = self._copies
-        self._copies = []
-
-    def lagging_copies(self) -> list[SeedModules]:
-        """Copies of the host that do not grow with it and have other seeds."""
-        followed = [copy() for copy, _ in self._copies]
-        living = [copy() for copy in self.seeds.copies]
-        return [
-            copy
-            for copy in living
-            if copy is not None and all(copy is not other for other in followed)
-            if grown_part(copy.host) is copy and [*copy] != [*self.seeds]
-        ]
+        for copy in self.seeds.living_copies() if successor.slots != self.slots else ():
+            copy.twins = None
 
     def _join(
         self,
@@ -630,22 +532,42 @@ class GrowingModel(nn.Module, NamedOps):
         """Add new parameters to the groups of their neighbouring layers."""
         new = {name: p for name, p in named.items() if p not in known}
         for name, parameter in new.items():
-            place = self.place(slot_number(name.removeprefix(f"{NAME}.")))
+            place = self.seeds.place(slot_number(name.removeprefix(f"{NAME}.")))
             near = [*place.outlet.parameters(), *place.inlet.parameters()]
             # Vectors, such as biases, join vectors of that layer or else of the host,
             # since these often have no weight decay.
             vector = parameter.ndim < 2
             own = host_parameters(self.host).values() if vector else ()
             near += [p for p in own if p.ndim < 2]
-            near.sort(key=lambda p: (p.ndim < 2) is not vector)
+            axes = parameter.ndim
+            near.sort(key=lambda p: ((p.ndim < 2) is not vector, p.ndim != axes))
             surgery.join({name: parameter}, near)
         self.ranks.from_first(new.values())
 
     # Slots, parts and costs.
 
+    def tied_slots(self, slot: int) -> list[int]:
+        """Slots that grow together with a slot, including itself."""
+        place = slot % len(self.tied)
+        return [slot - place + other for other in self.tied[place]]
+
+    def _why_uneven(self, slot: int, blueprint: Blueprint) -> str:
+        """Why a blueprint would give tied layers sizes that no config has."""
+        members = self.tied_slots(slot)
+        if blueprint.share or len(members) == 1 or blueprint.form is not Form.WIDEN:
+            return ""
+        units = {units_of(self.seeds.place(member).inlet) for member in members}
+        if len(units) == 1:
+            return ""
+        found = ", ".join(map(str, sorted(units)))
+        return (
+            f"{blueprint.name!r} adds the same units to layers of {found} units that "
+            "one config field sizes; use a share such as 'widen_x2'"
+        )
+
     def stage(self, slot: str) -> Stage:
         """Stage of a slot."""
-        return Stage(int(self.states.stage[0, self.index(slot)]))
+        return Stage(int(self.seeds.states.stage[0, self.seeds.index(slot)]))
 
     def seed_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters of all seeds by their names in the host."""
@@ -655,7 +577,7 @@ class GrowingModel(nn.Module, NamedOps):
         """Seeds in TRAINING by slot number."""
         return {
             slot: branch.seed
-            for hooks in self.hooks
+            for hooks in self.seeds.hooks
             for slot, branch in hooks.branches.items()
             if branch.shadow
         }
@@ -665,12 +587,12 @@ class GrowingModel(nn.Module, NamedOps):
 
         Every batch needs them, so they are cached until the topology changes.
         """
-        if self._parts_at != self.flow.changes:
+        if self._parts_at != self.seeds.flow.changes:
             training = self.training_seeds().values()
             seeds = dict.fromkeys(m for seed in training for m in seed.modules())
             others = [m for m in self.modules() if m not in seeds]
             self._parts = _holders(seeds), _holders(others)
-            self._parts_at = self.flow.changes
+            self._parts_at = self.seeds.flow.changes
         return self._parts
 
     def training_parameters(self) -> list[nn.Parameter]:
@@ -685,52 +607,51 @@ class GrowingModel(nn.Module, NamedOps):
         ones that an export adds to the weights of a layer do not count either.
         """
         counted = {
-            slot
-            for hooks in self.hooks
-            for slot, branch in hooks.branches.items()
-            if not (active or exported) or (branch.alpha > 0 and not branch.shadow)
+            one.slot: one
+            for one in self.seeds.living_seeds()
+            if not (active or exported) or (one.branch.alpha and not one.branch.shadow)
         }
-        total = self.base
-        linear = {slot for slot in counted if exported and self._is_linear(slot)}
-        new_biases = {
-            self.place(slot).outlet
-            for slot in linear
-            if self.seeds.blueprint_of(slot).form is Form.SCALE_SHIFT
-            and self.place(slot).outlet._parameters.get("bias") is None
-        }
-        for layer in new_biases:
-            total += Cost(units_of(layer), 0)
-        counted -= linear
-        return sum((self.cost_of(slot, counted) for slot in counted), total)
+        total, new_biases = self.base, set[nn.Module]()
+        for slot, one in [*counted.items()] if exported else ():
+            form, outlet = self.seeds.blueprint_of(slot).form, one.place.outlet
+            if form in (Form.LOW_RANK, Form.SCALE_SHIFT) and not why_not(one):
+                del counted[slot]
+                if form is Form.SCALE_SHIFT and outlet._parameters.get("bias") is None:
+                    new_biases.add(outlet)
+        total += Cost(sum(map(units_of, new_biases)), 0)
+        total += self._squeeze_cost(counted.values()) if exported else Cost(0, 0)
+        return sum((self._cost_of(one, counted) for one in counted.values()), total)
 
-    def _is_linear(self, slot: int) -> bool:
-        """Whether a seed folds into existing weights."""
-        kind = self.seeds.blueprint_of(slot)
-        return (
-            kind.form in (Form.LOW_RANK, Form.SCALE_SHIFT)
-            and self.seeds.hooks_of(slot).branches[slot].style == ADD
-            and not why_no_merge(self.place(slot), kind)
-        )
-
-    def cost_of(self, slot: int, others: Collection[int] | None = None) -> Cost:
-        """Cost of a planted seed and its blocks with the slots `others` (None: all)."""
-        seed, at = self.seeds[f"slot_{slot}"], self.place(slot).geometry
+    def _cost_of(self, one: ActiveSeed, others: Collection[int]) -> Cost:
+        """Cost of a seed and its blocks between its units and those of some slots."""
+        seed, at = one.seed, one.place.geometry
         if not isinstance(seed, FormSeed):
-            return Cost(_size(seed), cost(self.seeds.blueprint_of(slot), at).macs)
-        own = cost(seed.blueprint, at) + Cost(_size(seed.interlayer), 0)
-        blocks = self.seeds.blocks(slot, seed.blueprint).items()
-        shared = [
-            _block_cost(block)
-            for key, block in blocks
-            if key in seed.cross
-            and (others is None or int(key.split("_")[1]) in others)
-        ]
-        return sum(shared, own)
+            return Cost(_size(seed), cost(self.seeds.blueprint_of(one.slot), at).macs)
+        blocks = self.seeds.blocks(one.slot, seed.blueprint).items()
+        own = [key for key in seed.cross if int(key.split("_")[1]) in others]
+        shared = [_block_cost(block) for key, block in blocks if key in own]
+        macs = one.place.unit_macs * seed.blueprint.size if seed.widens else 0
+        steps = Cost(_size(seed.interlayer), macs)
+        return sum(shared, cost(seed.blueprint, at) + steps)
+
+    def _squeeze_cost(self, seeds: Iterable[ActiveSeed]) -> Cost:
+        """Weights between units of squeeze-excite layers that only an export has."""
+        parts: dict[nn.Module, dict[nn.Module, None]] = {}
+        for layer, _, own in (step for one in seeds for step in one.steps(self.host)):
+            if is_layer(own):
+                parts.setdefault(layer, {layer: None})[own] = None
+        more = 0
+        for group in parts.values():
+            sizes = [module.get_parameter("weight").numel() for module in group]
+            outputs = [units_of(module) for module in group]
+            inputs = [n // units for n, units in zip(sizes, outputs, strict=True)]
+            more += sum(outputs) * sum(inputs) - sum(sizes)
+        return Cost(more, more)
 
     @property
     def parameters_added(self) -> int:
         """Parameters of all seeds, folded or not."""
-        return self.count().parameters - self.analysis.parameters
+        return self.count().parameters - self.first_cost.parameters
 
     @property
     def macs(self) -> int:
@@ -739,25 +660,33 @@ class GrowingModel(nn.Module, NamedOps):
 
     def cost(self, slot: int, blueprint: Blueprint) -> Cost:
         """Parameters and multiply-adds per row that a blueprint adds in a slot now."""
-        place, blueprint = self.place(slot), self.seeds.sized(slot, blueprint)
+        place, blueprint = self.seeds.place(slot), self.seeds.sized(slot, blueprint)
         blocks = tuple(self.seeds.blocks(slot, blueprint).values())
-        key = (place.site.name, blueprint, blocks)
+        key = (place.site, place.geometry, blueprint, blocks)
         if key not in self._prices:
-            norms = Cost(_size(seed_interlayer(place, blueprint)), 0)
-            own = cost(blueprint, place.geometry) + norms
+            between = place.unit_macs * blueprint.size * (blueprint.form is Form.WIDEN)
+            steps = Cost(_size(seed_interlayer(place, blueprint)), between)
+            own = cost(blueprint, place.geometry) + steps
             self._prices[key] = sum(map(_block_cost, blocks), own)
         return self._prices[key]
 
     def price(self, slot: int, blueprint: Blueprint) -> Cost | None:
-        """Cost of a blueprint in a slot; None if it cannot be planted there."""
-        place = self.place(slot)
-        if self.merge_only and why_no_merge(place, self.seeds.sized(slot, blueprint)):
+        """Cost of a blueprint in a slot and its tied slots; None if it does not fit."""
+        if self._why_uneven(slot, blueprint):
             return None
-        try:
-            fits = not misfit(blueprint, place.geometry)
-            return self.cost(slot, blueprint) if fits else None
-        except InvalidInputError:  # a user's blueprint that fails at this place
-            return None
+        total = Cost(0, 0)
+        for member in self.tied_slots(slot):
+            place = self.seeds.place(member)
+            sized = self.seeds.sized(member, blueprint)
+            if self.merge_only and why_no_merge(place, sized):
+                return None
+            try:
+                if misfit(blueprint, place.geometry):
+                    return None
+                total += self.cost(member, blueprint)
+            except InvalidInputError:  # a user's blueprint that fails at this place
+                return None
+        return total
 
     def example_outputs(self) -> list[Tensor]:
         """Output on the example in eval mode; the model does not change."""
@@ -768,27 +697,25 @@ class GrowingModel(nn.Module, NamedOps):
 
         The host is a plain network then, apart from seeds that do not fold.
         """
-        stages = self.states.stage
         for one in self.seeds.living_seeds():
             if one.branch.shadow or one.branch.alpha == 0.0:
                 self.remove(one.slot, "growth is finished")
+        stages = self.seeds.states.stage
         living = [one.slot for one in self.seeds.living_seeds()]
         self.why_branches = self.fold(living, rewrap=True)
-        folded = [slot for slot in living if slot not in self.why_branches]
-        for slot in folded:
-            self._record_change(slot, stages, self.states.stage, FOLDED)
+        self._record(stages, self.seeds.states.stage, FOLDED)
 
     def detach(self) -> None:
         """Finish growth and leave the host; seeds that do not fold stay branches."""
         self.finish()
-        self.flow.owner_ref = None
+        self.seeds.flow.owner_ref = None
         if not len(self.seeds):
             self.seeds.detach()
 
     def _why_not(self, op: Op, slot: int) -> str:
-        stage = Stage(int(self.states.stage[0, slot])).name
-        age = int(self.states.age[0, slot])
-        moving = "" if bool(self.states.settled[0, slot]) else ", alpha still moving"
+        states = self.seeds.states
+        stage, age = Stage(int(states.stage[0, slot])).name, int(states.age[0, slot])
+        moving = "" if bool(states.settled[0, slot]) else ", alpha still moving"
         return (
             f"{op.name} is not possible in slot {self.slots[slot]!r}: it is {stage} "
             f"for {age} decisions{moving}."
@@ -800,7 +727,7 @@ class GrowingModel(nn.Module, NamedOps):
         why = "" if int(actions[0, HEAD["style"]]) == ADD else "it scales its outlet"
         if op is Op.GERMINATE and not why:
             kind = self.spec.blueprints[int(actions[0, HEAD["blueprint"]])]
-            why = why_no_merge(self.place(slot), self.seeds.sized(slot, kind))
+            why = why_no_merge(self.seeds.place(slot), self.seeds.sized(slot, kind))
         if why:
             raise InvalidInputError(
                 f"the seed in slot {self.slots[slot]!r} would not merge, and "
@@ -810,82 +737,26 @@ class GrowingModel(nn.Module, NamedOps):
     def _op(self, op: Op, slot: str, **choices: str) -> Receipt:
         return self.act(self.encode(op, slot, **choices))
 
-
-def check_number(
-    name: str, value: object, least: int, *, most: float = inf, whole: bool = True
-) -> None:
-    """Raise if an argument is not a number of at least `least`."""
-    kind = Integral if whole else int | float
-    is_kind = isinstance(value, kind) and not isinstance(value, bool)
-    if not is_kind or not least <= value <= most:  # type: ignore[operator]
-        what = "whole number" if whole else "number"
-        raise InvalidInputError(
-            f"{name} must be a {what} of at least {least}, got {value!r}."
-        )
+    def _deepen(self, name: str, by: int, how: DepthBlueprint) -> Receipt:
+        name, jump = deepen(self, name, by, how)
+        self.receipts.append(Receipt("DEEPEN", name, f"deepen_{how}", jump))
+        return self.receipts[-1]
 
 
-def encode_action(op: Op, **choices: int | str) -> Int64[Tensor, "1 head"]:
-    """Encode an action from names or indices; other heads are 0."""
-    row = torch.zeros(1, NUM_HEADS, dtype=torch.int64)
-    row[0, HEAD["op"]] = op
-    for head, choice in choices.items():
-        names = [*HEADS[HEAD[head]].choices]
-        if isinstance(choice, str) and choice not in names:
-            raise unknown(f"{head} has no choice", choice, names)
-        index = names.index(choice) if isinstance(choice, str) else choice
-        row[0, HEAD[head]] = index
-    return row
+def tied_places(
+    places: Sequence[InsertionPoint], fields: Mapping[Axis, str]
+) -> tuple[tuple[int, ...], ...]:
+    """For every place, the numbers of the places that grow together with it.
 
-
-def action_text(
-    actions: Int64[Tensor, "1 head"], slots: Sequence[str], spec: ActionSpec
-) -> str:
-    """An action in words: "plant widen_16 in fc1->fc2#0 (ADD, STANDARD, FULL)"."""
-    op = Op(int(actions[0, HEAD["op"]]))
-    if op is Op.WAIT:
-        return "wait"
-    slot = slots[int(actions[0, HEAD["slot"]])]
-    options = [
-        [*head.choices][int(actions[0, index])]
-        for index, head in enumerate(HEADS)
-        if head.choices and head.name != "op" and op in head.used_by
+    These are the spans whose units one field of the host's config sets.
+    """
+    keys: list[object] = [
+        (place.geometry.spans and fields.get(place.units_axis)) or number
+        for number, place in enumerate(places)
     ]
-    how = f" ({', '.join(options)})" if options else ""
-    if op is Op.GERMINATE:
-        what = spec.blueprints[int(actions[0, HEAD["blueprint"]])].name
-        return f"plant {what} in {slot}{how}"
-    return f"{VERBS[op]} {slot}{how}"
-
-
-def refuse_illegal(actions: Int64[Tensor, "env head"], masks: ActionMasks) -> None:
-    """Raise if the masks forbid an action: a controller may be the user's code."""
-    if actions.shape != (1, NUM_HEADS):
-        raise IllegalActionError(
-            f"a decision must be int64 [1, {NUM_HEADS}], got {[*actions.shape]}."
-        )
-    op, slot, kind = actions[0, : HEAD["blueprint"] + 1].tolist()
-    legal = 0 <= op < len(Op) and bool(masks.op[0, op])
-    if legal and op != Op.WAIT:
-        legal = 0 <= slot < masks.slot.shape[2] and bool(masks.slot[0, op, slot])
-    if legal and op == Op.GERMINATE:
-        kinds = masks.blueprint.shape[2]
-        legal = 0 <= kind < kinds and bool(masks.blueprint[0, slot, kind])
-    if not legal:
-        raise IllegalActionError(
-            f"the controller chose what its masks forbid: op {op}, slot {slot}, "
-            f"blueprint {kind}."
-        )
-
-
-def without_slots(masks: ActionMasks, slots: Collection[int]) -> ActionMasks:
-    """Masks that forbid every op in some slots."""
-    if not slots:
-        return masks
-    slot = masks.slot.clone()
-    slot[:, :, [*slots]] = False
-    op = masks.op & slot.any(dim=2)
-    op[:, Op.WAIT] = True
-    return replace(masks, op=op, slot=slot)
+    return tuple(
+        tuple(n for n, other in enumerate(keys) if other == key) for key in keys
+    )
 
 
 def why_none_merges(

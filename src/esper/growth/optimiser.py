@@ -1,10 +1,18 @@
 """Add parameters to and remove them from an optimiser during training.
 
 A new parameter joins the parameter group of a neighbouring layer, so schedulers and
-hyperparameters apply to it at once. The state of other parameters does not change.
+hyperparameters apply to it at once. The state of other parameters does not change. A
+host may have several optimisers, each with a part of the parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import partial
 from typing import Any, Final
 from weakref import finalize, ref
@@ -18,7 +26,10 @@ from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.growth.saving.folding import Reading, Tensors
 
 MOMENTS: Final = {
-    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg"), 1),
+    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "exp_inf", "prev"), 1),
+    "step_size": -1,
+    "ax": -1,
+    "acc_delta": -2,  # of weights or their changes
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
 }
 """Power of the gradient in entries of an optimiser's state."""
@@ -28,8 +39,70 @@ StepCall = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of `step`: the optimiser, and possibly a closure."""
 
 
+class Optimizers(MutableMapping[Tensor, Any]):
+    """Several optimisers as one; a mapping from parameters to their state."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self.members = tuple(members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimisers."""
+        return [group for one in self.members for group in one.param_groups]
+
+    @property
+    def state(self) -> "Optimizers":
+        """The state of every parameter."""
+        return self
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all parameters."""
+        for one in self.members:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """Take a step of every optimiser, in their order."""
+        for one in self.members:
+            one.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all optimisers."""
+        return {"members": [one.state_dict() for one in self.members]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        for one, held in zip(self.members, state["members"], strict=True):
+            one.load_state_dict(held)
+
+    def owner(self, group: Mapping[str, Any]) -> Optimizer:
+        """The optimiser of a group."""
+        return next(o for o in self.members if any(g is group for g in o.param_groups))
+
+    def __getitem__(self, parameter: Tensor) -> Any:  # noqa: ANN401
+        held = (one.state for one in self.members if parameter in one.state)
+        state = next(held, None)
+        if state is None:
+            raise KeyError(parameter)
+        return state[parameter]
+
+    def __setitem__(self, parameter: Tensor, value: Any) -> None:  # noqa: ANN401
+        for group in self.param_groups:
+            if any(parameter is other for other in group["params"]):
+                self.owner(group).state[parameter] = value
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        for one in self.members:
+            one.state.pop(parameter, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for one in self.members for parameter in one.state)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self.members)
+
+
 class OptimizerSurgery:
-    """Adds and removes parameters of seeds in the optimiser of one host."""
+    """Adds and removes parameters of seeds in the optimisers of one host."""
 
     def __init__(
         self,
@@ -39,7 +112,7 @@ class OptimizerSurgery:
     ) -> None:
         self._host = {p: name for name, p in host.items()}
         own = {p: name for name, p in seeds.items()}
-        self.optimizer = _check_optimizer(optimizer, self._host, own)
+        self.optimizer = Optimizers(_check_optimizers(optimizer, self._host, own))
         groups = self.optimizer.param_groups
         trained = {p for group in groups for p in group["params"]}
         known = {*self._host, *own}
@@ -54,9 +127,12 @@ class OptimizerSurgery:
         """Called when the gradients of a step are ready; may clear them."""
         self.after_step: Callable[[], None] | None = None
         """Called after every step."""
+        self._checked: dict[Optimizer, tuple[Tensor, int]] = {}
+        """Optimisers that have not stepped since their gradients were checked."""
+        members = self.optimizer.members
         self._handles = (
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
+            *(one.register_step_pre_hook(self._before_step) for one in members),
+            *(one.register_step_post_hook(self._after_step) for one in members),
             register_optimizer_step_pre_hook(_step_guard(ref(self))),
         )
         finalize(self, self._handles[-1].remove)
@@ -71,17 +147,49 @@ class OptimizerSurgery:
     ) -> None:
         """Append parameters to the group of the first trained one of `near`.
 
-        They join the first group if none of those is trained.
+        They join the first group that can train them if none of those is trained.
         """
-        self._refuse_untrainable(named)
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        groups = self.optimizer.param_groups
         homes = {p: group for group in groups for p in group["params"]}
-        group = next((homes[p] for p in near if p in homes), groups[0])
+        wanted = [*(homes[p] for p in near if p in homes), *groups]
+        fits = (g for g in wanted if not self._why_untrainable(named, g))
+        group = next(fits, groups[0])
+        if why := self._why_untrainable(named, group):
+            raise InvalidInputError(why)
         group["params"].extend(named.values())
         if "param_names" in group:
             group["param_names"] = [*group["param_names"], *named]
         for name, parameter in named.items():
             self._register(parameter, name, group)
+
+    def take_over(
+        self,
+        host: Mapping[str, nn.Parameter],
+        seeds: Mapping[str, nn.Parameter],
+        origins: Mapping[nn.Parameter, nn.Parameter],
+    ) -> None:
+        """Follow a host whose parameters have other names, and new ones.
+
+        Args:
+            host: Parameters of the host by name.
+            seeds: Parameters of its seeds by name.
+            origins: The parameter whose group each new one joins; one whose origin
+                is not trained joins none.
+        """
+        groups, was = self.optimizer.param_groups, self._known
+        trained = {p for group in groups for p in group["params"]}
+        now: dict[Tensor, str] = {p: n for n, p in (*host.items(), *seeds.items())}
+        renamed = {name: now[p] for p, name in was.items() if p in now}
+        for group in groups:
+            if "param_names" in group:
+                names = group["param_names"]
+                group["param_names"] = [renamed.get(name, name) for name in names]
+        for parameter, origin in origins.items():
+            if origin in trained:
+                self.join({now[parameter]: parameter}, [origin])
+        self._host = {p: name for name, p in host.items()}
+        own = {p: name for name, p in seeds.items()}
+        self.joined = {p: own[p] for p in self.joined if p in own}
 
     def leave(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remove parameters of seeds from their groups and from the state."""
@@ -166,7 +274,7 @@ class OptimizerSurgery:
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function that restores groups and state."""
-        optimizer, joined = self.optimizer, dict(self.joined)
+        optimizer, joined, host = self.optimizer, dict(self.joined), self._host
         groups = [dict(group) for group in optimizer.param_groups]
         lists = [[*group["params"]] for group in optimizer.param_groups]
         state = dict(optimizer.state)
@@ -179,7 +287,7 @@ class OptimizerSurgery:
                 live["params"][:] = params
             optimizer.state.clear()
             optimizer.state.update(state)
-            self.joined = joined
+            self.joined, self._host = joined, host
 
         return put_back
 
@@ -238,12 +346,23 @@ class OptimizerSurgery:
                     f"{key} of {known[parameter]!r} as saved {wrong}."
                 )
 
-    def _before_step(self, _: object, args: Any, kwargs: Any) -> StepCall | None:  # noqa: ANN401
-        if isinstance(self.optimizer, SGD):
-            self._complete_buffers(self.optimizer)
+    def _before_step(
+        self,
+        optimizer: Optimizer,
+        args: Any,  # noqa: ANN401
+        kwargs: Any,  # noqa: ANN401
+    ) -> StepCall | None:
+        if isinstance(optimizer, SGD):
+            self._complete_buffers(optimizer)
         given = [*args[1:], *kwargs.values()]
-        if not any(map(callable, given)):
-            self._verify()
+        if not given or not any(map(callable, given)):
+            known, now = self._checked.pop(optimizer, None), _mark(optimizer)
+            if not (known and now and known[0] is now[0] and known[1] == now[1]):
+                self._verify()  # the gradients of all
+                others = {o: _mark(o) for o in self.optimizer.members}
+                self._checked = {
+                    o: mark for o, mark in others.items() if mark and o is not optimizer
+                }
             return None
 
         def checked(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -264,8 +383,8 @@ class OptimizerSurgery:
             if call is not None:
                 call()
 
-    def _after_step(self, *_: object) -> None:
-        if self.after_step is not None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self.after_step is not None and optimizer is self.optimizer.members[-1]:
             self.after_step()
 
     def _complete_buffers(self, optimizer: SGD) -> None:
@@ -289,21 +408,27 @@ class OptimizerSurgery:
         self, parameter: nn.Parameter, name: str, group: dict[str, Any]
     ) -> None:
         self.joined[parameter] = name
-        if isinstance(self.optimizer, Adagrad):
+        optimizer = self.optimizer.owner(group)
+        if isinstance(optimizer, Adagrad):
             # Its constructor creates the state; other optimisers do so in `step`.
-            start = float(self.optimizer.defaults["initial_accumulator_value"])
+            start = float(optimizer.defaults["initial_accumulator_value"])
             alone = Adagrad(
                 [parameter], initial_accumulator_value=start, fused=group["fused"]
             )
-            self.optimizer.state[parameter] = alone.state[parameter]
+            optimizer.state[parameter] = alone.state[parameter]
 
-    def _refuse_untrainable(self, named: Mapping[str, nn.Parameter]) -> None:
-        for name, parameter in named.items():
-            if isinstance(self.optimizer, Muon) and parameter.ndim != 2:
-                raise InvalidInputError(
-                    f"Muon trains matrices only, {name!r} has shape "
-                    f"{tuple(parameter.shape)}. Use another optimiser."
-                )
+    def _why_untrainable(
+        self, named: Mapping[str, nn.Parameter], group: Mapping[str, Any]
+    ) -> str:
+        """Why a group's optimiser cannot train some parameters; empty if it can."""
+        muon = isinstance(self.optimizer.owner(group), Muon)
+        wrong = [name for name, p in named.items() if muon and p.ndim != 2]
+        if not wrong:
+            return ""
+        return (
+            f"Muon trains matrices only, {wrong[0]!r} has shape "
+            f"{tuple(named[wrong[0]].shape)}. Use another optimiser for it too."
+        )
 
     def _resolve(
         self,
@@ -334,9 +459,18 @@ class OptimizerSurgery:
             )
         if problem:
             raise InvalidInputError(f"{problem}.")
-        wanted = {name: named_parameters[name] for name in saved}
-        self._refuse_untrainable(wanted)
-        return [[wanted[name] for name in group] for group in names]
+        wanted = [{name: named_parameters[name] for name in group} for group in names]
+        for group, held in zip(groups, wanted, strict=True):
+            if why := self._why_untrainable(held, group):
+                raise InvalidInputError(why)
+        return [[*held.values()] for held in wanted]
+
+
+def _mark(optimizer: Optimizer) -> tuple[Tensor, int] | None:
+    """The first gradient of an optimiser and its version; every batch changes them."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    first = next((gradient for gradient in held if gradient is not None), None)
+    return None if first is None else (first, first._version)
 
 
 def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
@@ -347,7 +481,7 @@ def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
 
     def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
         surgery = owner()
-        if surgery is None or optimizer is surgery.optimizer:
+        if surgery is None or optimizer in surgery.optimizer.members:
             return
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
             name = surgery._host.get(parameter) or surgery.joined.get(parameter)
@@ -360,34 +494,42 @@ def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
     return guard
 
 
-def _check_optimizer(
-    optimizer: object,
+def _check_optimizers(
+    given: object,
     host: Mapping[nn.Parameter, str],
     seeds: Mapping[nn.Parameter, str],
-) -> Optimizer:
-    """Check that an optimiser trains every parameter of the host exactly once."""
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidInputError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}. "
-            "Build one over the host's parameters first."
-        )
-    if isinstance(optimizer, LBFGS | SparseAdam):
-        raise InvalidInputError(
-            f"no parameter can be added to {type(optimizer).__name__}. Use a "
-            "first-order optimiser for dense gradients, such as AdamW."
-        )
-    seen: set[Tensor] = set()
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter in seen:
-            name = host.get(parameter) or seeds.get(parameter) or "a parameter"
-            raise InvalidInputError(
-                f"{name!r} is in the optimiser twice. Pass it once."
+) -> tuple[Optimizer, ...]:
+    """Check that optimisers train every parameter of the host exactly once."""
+    members = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not members:
+        raise InvalidInputError("expected an optimiser, got an empty list.")
+    seen: dict[Tensor, Optimizer] = {}
+    for optimizer in members:
+        kind, problem = type(optimizer).__name__, ""
+        if hasattr(optimizer, "base_optimizer"):
+            problem = f"{kind} wraps another optimiser; pass its base optimizer."
+        elif isinstance(optimizer, LBFGS | SparseAdam):
+            problem = (
+                f"no parameter can be added to {kind}. Use a first-order optimiser for "
+                "dense gradients, such as AdamW."
             )
-        seen.add(parameter)
+        if problem or not isinstance(optimizer, Optimizer):
+            raise InvalidInputError(
+                problem
+                or f"expected a torch.optim.Optimizer, got {kind}. Build one over the "
+                "host's parameters first."
+            )
+        for parameter in (p for g in optimizer.param_groups for p in g["params"]):
+            if parameter in seen:
+                name = host.get(parameter) or seeds.get(parameter) or "a parameter"
+                twice = seen[parameter] is optimizer
+                where = "the optimiser twice" if twice else "two optimisers"
+                raise InvalidInputError(f"{name!r} is in {where}. Pass it once.")
+            seen[parameter] = optimizer
     for parameter, name in host.items():
         if parameter.requires_grad and parameter not in seen:
             raise InvalidInputError(
                 f"{name!r} is trainable but not in the optimiser. Add it, or freeze "
                 "it with requires_grad_(False)."
             )
-    return optimizer
+    return tuple(one for one in members if isinstance(one, Optimizer))

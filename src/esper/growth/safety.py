@@ -17,7 +17,7 @@ return to the last healthy snapshot. Seeds that caused it are removed.
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from esper.contracts.checks import require_int
 from esper.contracts.errors import EsperWarning, InvalidInputError, NumericsError
 from esper.contracts.stages import Stage
 from esper.growth.analysis.tracing import random_state, set_random_state
-from esper.growth.model import GrowingModel, check_number
+from esper.growth.model import GrowingModel
+from esper.growth.optimiser import Optimizers
 
 WARM_UP: Final = 8  # healthy batches before medians are used
 LIMITS_EVERY: Final = 8  # batches between two updates of the limits: sorting is slow
@@ -73,8 +75,8 @@ class GovernorConfig:
                 raise InvalidInputError(
                     f"{name} must be finite and above 1, got {value}."
                 )
-        check_number("window", self.window, least=WARM_UP)
-        check_number("patience", self.patience, least=1)
+        require_int("window", self.window, least=WARM_UP)
+        require_int("patience", self.patience)
 
 
 class HealthMonitor:
@@ -107,15 +109,17 @@ class HealthMonitor:
         The first eight batches can only be NON_FINITE. A loss of None is ignored.
         """
         verdict, known = Verdict.HEALTHY, loss is None or math.isfinite(loss)
+        within = norm <= self.limits[1] and (loss is None or loss <= self.limits[0])
+        self.over = [] if within else self._beyond(loss, norm)
         if not (finite and known and math.isfinite(norm)):
             verdict = Verdict.NON_FINITE
-        elif self._beyond(loss, norm) and not self._recurs(loss, norm):
+        elif self.over and not self._recurs(loss, norm):
             verdict = Verdict.SPIKE
-        self.over = self._beyond(loss, norm)
         if verdict is Verdict.HEALTHY:
             self.streak = 0
             self.recent.append([math.nan if loss is None else loss, norm])
-            del self.recent[: -self.config.window]
+            if len(self.recent) > self.config.window:
+                del self.recent[0]
         else:
             self.streak += 1
             if math.isfinite(self.limits[1]) and self.streak >= self.config.patience:
@@ -135,7 +139,7 @@ class HealthMonitor:
 
     def medians(self) -> list[float]:
         """Medians of loss and norm; NaN if unknown."""
-        return [self._quartiles(row)[1] for row in (0, 1)]
+        return [self._quartiles(row)[1][1] for row in (0, 1)]
 
     def state_dict(self) -> dict[str, Any]:
         """Copy of all statistics."""
@@ -177,8 +181,8 @@ class HealthMonitor:
 
     def _beyond(self, loss: float | None, norm: float) -> list[int]:
         """Limits that a batch exceeds."""
-        values = (-math.inf if loss is None else loss, norm)
-        return [row for row in (0, 1) if values[row] > self.limits[row]]
+        over = [] if loss is None or loss <= self.limits[0] else [0]
+        return over if norm <= self.limits[1] else [*over, 1]
 
     def _recurs(self, loss: float | None, norm: float) -> bool:
         """Whether such spikes recur often enough to be normal; not those in a row."""
@@ -194,38 +198,36 @@ class HealthMonitor:
             if known:
                 self.rare[row] = max(self.rare[row], median_low(known))
         self._renew()
-        return not self._beyond(loss, norm)
+        self.over = self._beyond(loss, norm)
+        return not self.over
 
     def _renew(self) -> None:
         """Compute the limits from the recent batches."""
         factors = (self.config.loss_spike, self.config.spike)
         for row, factor in enumerate(factors):
-            if len(self._known(row)) < WARM_UP:
+            count, (low, median, high) = self._quartiles(row)
+            if count < WARM_UP:
                 continue
-            low, median, high = self._quartiles(row)
             if math.isnan(self.first[row]):
                 self.first[row] = median
             usual = abs(median), high - low, abs(self.first[row]), self.rare[row]
             self.limits[row] = median + (factor - 1) * max(usual)
-        if len(self._known(0)) == self.config.window:
-            median = self._quartiles(0)[1]
-            if math.isnan(self.first_window):
-                self.first_window = median
-            self.best = min(self.best, median)
+            if row == 0 and count == self.config.window:
+                if math.isnan(self.first_window):
+                    self.first_window = median
+                self.best = min(self.best, median)
 
-    def _known(self, row: int) -> list[float]:
-        """Recent losses (row 0) or norms (row 1) that are not NaN."""
-        return [pair[row] for pair in self.recent if not math.isnan(pair[row])]
-
-    def _quartiles(self, row: int) -> list[float]:
-        ordered = sorted(self._known(row)) or [math.nan]
-        return [ordered[(len(ordered) - 1) * quarter // 4] for quarter in (1, 2, 3)]
+    def _quartiles(self, row: int) -> tuple[int, list[float]]:
+        """Number and quartiles of recent losses (row 0) or norms (row 1)."""
+        known = [pair[row] for pair in self.recent if pair[row] == pair[row]]  # no NaN
+        ordered, last = sorted(known) or [math.nan], max(0, len(known) - 1)
+        return len(known), [ordered[last * quarter // 4] for quarter in (1, 2, 3)]
 
 
 class Snapshot:
     """Copy of a model's tensors, the optimiser state and the random streams."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
         self._model, self._optimizer = model, optimizer
         self.take()
 
@@ -305,14 +307,21 @@ class Safety:
                     f"{name!r} is not finite. Only a host with finite weights can grow."
                 )
         self.monitor = HealthMonitor(config)
-        # A mask of -inf is a constant, not an error.
-        buffers = self._model.host.buffers()
-        self._constants = {
-            id(b) for b in buffers if not all_finite([b], OVERFLOW_LIMIT)
-        }
+        self._constants = self._find_constants()
         self.snapshot = Snapshot(self._model, self._optimizer)
         self._healthy = self.monitor.state_dict()
         model.surgery.before_step = self._before_step
+
+    def _find_constants(self) -> set[int]:
+        """Ids of buffers that are not finite: a mask of -inf is no error."""
+        buffers = self._model.host.buffers()
+        return {id(b) for b in buffers if not all_finite([b], OVERFLOW_LIMIT)}
+
+    def host_changed(self) -> None:
+        """Take a snapshot of a host whose tensors have other names, and new ones."""
+        if self.monitor is not None:
+            self._constants = self._find_constants()
+            self.snapshot.take()
 
     def take_snapshot(self) -> bool:
         """Save the current state if it is finite; returns whether it is."""
@@ -392,7 +401,7 @@ class Safety:
 
         With several ranks this needs `together`: all of them must call it.
         """
-        failed = self._model.flow.failed
+        failed = self._model.seeds.flow.failed
         if self._ranks.many:
             if not together:
                 return
@@ -424,30 +433,33 @@ class Safety:
         assert self.monitor is not None
         if self._ranks.many:
             self.remove_failed_seeds(together=True)
-        shadow = self._training_tensors()
-        parameters = [p for o in self._optimizer.param_groups for p in o["params"]]
-        # Training seeds do not affect the host, so its norm leaves them out.
-        hosts = [p for p in parameters if id(p) not in shadow] if shadow else parameters
-        seeds = [p for p in parameters if id(p) in shadow] if shadow else []
-        # Once, since every access to a gradient creates a Python object.
-        own, of_seeds = (
-            [g for p in part if (g := p.grad) is not None] for part in (hosts, seeds)
-        )
-        if not own and not of_seeds:
+        groups, of_seeds = self._optimizer.param_groups, list[Tensor]()
+        own = [
+            g for group in groups for p in group["params"] if (g := p.grad) is not None
+        ]
+        if not own:
             return
+        shadow = self._training_tensors() if self._model.seeds._modules else set[int]()
+        if shadow:  # these do not affect the host: its norm is without them
+            trained = [
+                p for group in groups for p in group["params"] if id(p) in shadow
+            ]
+            of_seeds = [p.grad for p in trained if p.grad is not None]
+            known = {id(gradient) for gradient in of_seeds}
+            own = [gradient for gradient in own if id(gradient) not in known]
         loss, norm, finite, seeds_finite = self._measured(own, of_seeds, shadow)
         self._loss = None
         due = self._due and not self.monitor.has_unlearnt(loss)
         verdict = self.monitor.check(loss, norm, finite=finite)
         if verdict is not Verdict.HEALTHY:
             reason = self.monitor.describe(verdict, loss, norm, finite=finite)
-            self._refuse(parameters, verdict, reason)
+            self._refuse(verdict, reason)
             return
         self._refused = 0
         if seeds_finite:
             self._shadow_failures = 0
         else:
-            self._refuse_shadow(parameters, shadow)
+            self._refuse_shadow(shadow)
         if due:
             self.take_snapshot()
 
@@ -459,23 +471,26 @@ class Safety:
         One read from the device; with several ranks, the worst of all.
         """
         buffers = [b for b in self._checked_buffers if id(b) not in shadow]
-        tensors = [
-            x.coalesce().values() if x.is_sparse else x
-            for x in (*own, *of_seeds, *buffers)
-        ]
-        found = [*torch._foreach_norm(tensors)]
+        tensors = [*own, *of_seeds, *buffers]
+        try:
+            found = torch._foreach_norm(tensors)
+        except NotImplementedError:  # of sparse tensors
+            tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+            found = torch._foreach_norm(tensors)
         if self._loss is not None:  # without `grower.loss` it is unknown
-            found.append(self._loss)
+            found = (*found, self._loss)
         if tensors[0].is_cpu:  # where single reads are faster than stacking
             read = [number.item() for number in found]
         else:
             read = torch.stack([n.to(tensors[0].device) for n in found]).tolist()
         loss = None if self._loss is None else read.pop()
         norm = math.hypot(*read[: len(own)])
-        held = read[len(own) + len(of_seeds) :]
-        seeds_finite = all(map(math.isfinite, read[len(own) :][: len(of_seeds)]))
-        finite = all(n <= OVERFLOW_LIMIT for n in held)
-        finite = finite or all_finite(buffers, OVERFLOW_LIMIT)
+        seeds_finite = finite = True
+        if len(read) > len(own):
+            del read[: len(own)]
+            seeds_finite = all(map(math.isfinite, read[: len(of_seeds)]))
+            finite = all(n <= OVERFLOW_LIMIT for n in read[len(of_seeds) :])
+            finite = finite or all_finite(buffers, OVERFLOW_LIMIT)
         if self._ranks.many:
             bad = [float(not finite), float(not seeds_finite)]
             shown = -math.inf if loss is None else loss  # on all ranks or on none
@@ -485,14 +500,14 @@ class Safety:
             finite, seeds_finite = (not flag for flag in bad)
         return loss, norm, finite, seeds_finite
 
-    def _refuse(self, parameters: list[Tensor], verdict: Verdict, reason: str) -> None:
+    def _refuse(self, verdict: Verdict, reason: str) -> None:
         """Skip the step; roll back if the model itself is damaged."""
         # A GradScaler that lowers its scale skips steps of fused optimisers this way.
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        is_skipped = found_inf is not None and bool(found_inf)
+        members = self._optimizer.members
+        is_skipped = any(bool(getattr(one, "found_inf", None)) for one in members)
         self._refused += not is_skipped
         self._last_reason = reason.removesuffix("; the step was refused")
-        self._undo(parameters, {id(buffer) for buffer, _ in self._buffers})
+        self._undo()
         sound = self._ranks.all_agree(all_finite(self._active(), OVERFLOW_LIMIT))
         if verdict is Verdict.DIVERGED or not sound:
             self._roll_back(reason)
@@ -507,10 +522,10 @@ class Safety:
                 stacklevel=2,
             )
 
-    def _refuse_shadow(self, parameters: list[Tensor], shadow: set[int]) -> None:
+    def _refuse_shadow(self, shadow: set[int]) -> None:
         """Drop non-finite gradients of training seeds; remove seeds that repeat it."""
         assert self.monitor is not None
-        self._undo([p for p in parameters if id(p) in shadow], shadow)
+        self._undo(shadow)
         reason = "the gradients of a training seed are not finite"
         self._shadow_failures += 1
         if self._shadow_failures < self.monitor.config.patience:
@@ -540,10 +555,13 @@ class Safety:
         slots = range(len(self._model.slots))
         spoilers = []
         if not self._is_finite_with():
-            spoilers = [s for s in slots if self._is_finite_with(left_out=s)]
+            spoilers = [s for s in slots if self._is_finite_with(left_out=[s])]
         for slot in spoilers:
             self._remove(slot, "its output is not finite")
-        stages, ages = self._model.states.stage[0], self._model.states.age[0]
+        stages, ages = (
+            self._model.seeds.states.stage[0],
+            self._model.seeds.states.age[0],
+        )
         active = [slot for slot in slots if int(stages[slot]) in REMOVABLE]
         if active and not spoilers and self.rollbacks >= MAX_ROLLBACKS:
             newest = min(active, key=lambda slot: int(ages[slot]))
@@ -553,19 +571,20 @@ class Safety:
             self._healthy = fresh.state_dict()
             self.monitor.load_state_dict(self._healthy)
 
-    def _is_finite_with(self, **seeds: int) -> bool:
-        """Whether the output is finite with one seed `tried` or `left_out`."""
-        with self._model.flow.using(**seeds):
+    def _is_finite_with(self, **seeds: int | Collection[int]) -> bool:
+        """Whether the output is finite with one seed `tried` or some `left_out`."""
+        with self._model.seeds.flow.using(**seeds):
             fine = all_finite(self._model.example_outputs())
         return self._ranks.all_agree(fine)
 
-    def _undo(self, parameters: Iterable[Tensor], buffers: set[int]) -> None:
-        """Drop gradients and restore buffers."""
-        for parameter in parameters:
-            parameter.grad = None
+    def _undo(self, only: set[int] | None = None) -> None:
+        """Drop gradients and restore buffers; all, or those with the ids `only`."""
+        for parameter in (p for g in self._optimizer.param_groups for p in g["params"]):
+            if only is None or id(parameter) in only:
+                parameter.grad = None
         with torch.no_grad():
             for buffer, held in self._buffers:
-                if id(buffer) in buffers:
+                if only is None or id(buffer) in only:
                     buffer.copy_(held)
 
     def _training_tensors(self) -> set[int]:

@@ -86,6 +86,8 @@ class SeedModules(nn.ModuleDict):
         self._handles: list[Any] = []
         self.copies: list[ref[SeedModules]] = []
         """Deep copies of this, in copies of the host."""
+        self.twins: dict[str, nn.Module] | None = None
+        """Of a copy that grows with the host: the host's seeds that it has, too."""
 
     @property
     def states(self) -> SeedStates:
@@ -153,7 +155,7 @@ class SeedModules(nn.ModuleDict):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: copies have no copies."""
-        return {**self.__dict__, "copies": []}
+        return {**self.__dict__, "copies": [], "twins": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SeedModules":
         """Copy this and record the copy in `copies`."""
@@ -162,6 +164,17 @@ class SeedModules(nn.ModuleDict):
         self.copies = [copy for copy in self.copies if copy() is not None]
         self.copies.append(ref(made))
         return made
+
+    def living_copies(self, *, following: bool = True) -> "list[SeedModules]":
+        """Copies that grow with this, or those that do not and have other seeds."""
+        living = (copy() for copy in self.copies)
+        return [
+            copy
+            for copy in living
+            if copy is not None and (copy.twins is not None) is following
+            if following or grown_part(copy.host) is copy
+            if following or (copy.slots, [*copy]) != (self.slots, [*self])
+        ]
 
     def forward(self, h: Any) -> Any:  # noqa: ANN401
         """Return the input: some hosts call all their submodules in a chain."""
@@ -252,12 +265,12 @@ class SeedModules(nn.ModuleDict):
         """Build a seed for a slot; see `build` for `gated`."""
         place, blueprint = self.place(slot), self.sized(slot, blueprint)
         self._refuse_misfit(slot, blueprint)
-        interlayer = seed_interlayer(place, blueprint)
+        interlayer = seed_interlayer(place, blueprint, self.generator)
         seed = build(blueprint, place.geometry, self.generator, interlayer, gated)
         if isinstance(seed, FormSeed) and seed.widens:
             for name, layer in place.first_layers(self.host).items():
-                own = None if place.in_mlp else layer.get_parameter("weight")
-                _init_weight(seed.weights, name, own)
+                own: Any = layer.weight
+                _init_weight(seed.weights, name, None if place.in_mlp else own)
             self._add_blocks(slot, seed)
         near = (place.outlet, place.inlet, self.host)
         like = next(p for m in near for p in m.parameters() if p.is_floating_point())
@@ -341,14 +354,9 @@ class SeedModules(nn.ModuleDict):
     def fold(self, slots: Collection[int]) -> None:
         """Fold the values of some seeds into the host and free their slots."""
         living = self.living_seeds()
-        names = {module: name for name, module in self.host.named_modules()}
         folds = [one for one in living if one.slot in slots]
-        stays = [one for one in living if one.slot not in slots]
-        fold(self.host, names, folds, stays)
-        gone = torch.zeros_like(self.states.stage, dtype=torch.bool)
-        gone[0, [*slots]] = True
-        empty = SeedStates.empty(*gone.shape)
-        self.apply_states(lifecycle.select(gone, empty, self.states))
+        fold(self.host, folds, [one for one in living if one.slot not in slots])
+        self.apply_states(lifecycle.freed(self.states, slots))
 
     def resize(self, geometries: Mapping[str, Geometry]) -> None:
         """Set the geometry of places by their names."""
@@ -389,21 +397,32 @@ class SeedModules(nn.ModuleDict):
 
         return put_back
 
-    def mirror(self, other: "SeedModules", twins: dict[str, nn.Module]) -> None:
-        """Copy new seeds and the stages of another, and remove those it has lost.
-
-        `twins` holds the seeds of the other that have a copy here; it is updated.
-        """
-        for name in [
-            n for n, seed in twins.items() if other._modules.get(n) is not seed
-        ]:
-            del twins[name]
-            self.remove_seed(slot_number(name))
+    def mirror(self, other: "SeedModules", folds: Collection[int] = ()) -> None:
+        """Copy the topology of another, after folding the same slots."""
+        assert self.twins is not None
+        twins = self.twins
+        if folds:
+            self.fold(folds)
+            for slot in folds:
+                del twins[f"slot_{slot}"]
+        if self.shapes() != other.shapes():  # after loading
+            self.host.load_state_dict(other.host.state_dict())
+            twins.update(other.items())
+        for name, seed in [*twins.items()]:
+            if other._modules.get(name) is not seed:
+                del twins[name]
+                self.remove_seed(slot_number(name))
         self.resize({place.site.name: place.geometry for place in other.places})
+        own, theirs = (
+            {**dict(host.named_modules()), **host_parameters(host)}
+            for host in (self.host, other.host)
+        )
+        # A seed may call modules of its host.
+        memo = {id(x): own[n] for n, x in theirs.items() if not n.startswith(NAME)}
         for name, seed in other.items():
             if name not in twins:
                 twins[name] = seed
-                self.insert(slot_number(name), deepcopy(seed))
+                self.insert(slot_number(name), deepcopy(seed, {**memo}))
         self.apply_states(other.states)
 
     # Saving.
@@ -500,6 +519,7 @@ class SeedModules(nn.ModuleDict):
                         "the plain host with this state, then wrap it."
                     )
                 owner.measure_host()
+                owner.follow_config()
                 if owner.surgery is not None:
                     owner.surgery.put_moments(resized, {})  # of other sizes
 
@@ -513,7 +533,7 @@ class SeedModules(nn.ModuleDict):
         held = {
             name.removeprefix(prefix): value
             for name, value in state.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and not name.startswith(f"{prefix}{NAME}.")
         }
         return fit_sizes(self.host, held, self.sizes)
 
@@ -692,11 +712,16 @@ def slot_number(name: str) -> int:
     return int(name.split(".")[0].removeprefix("slot_"))
 
 
-def seed_interlayer(place: InsertionPoint, blueprint: Blueprint) -> nn.Module:
+def seed_interlayer(
+    place: InsertionPoint,
+    blueprint: Blueprint,
+    generator: torch.Generator | None = None,
+) -> nn.Module:
     """Module between the two layers of a seed of this blueprint."""
     if blueprint.form is not Form.WIDEN:
         return nn.Identity()
-    return new_interlayer(place.interlayer, blueprint.size, units_of(place.inlet))
+    width = units_of(place.inlet)
+    return new_interlayer(place.interlayer, blueprint.size, width, generator)
 
 
 @torch.no_grad()

@@ -162,12 +162,15 @@ class SyncEnvs(SyncVectorEnv):
 def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:  # noqa: ANN401
     """The results of all environments as those of a vector environment."""
     shown, paid, *ends, masks, finals = map(list, zip(*rows, strict=True))
-    rewards = np.empty(len(paid))
-    for at, reward in enumerate(paid):
-        envs.at.value, number = at, np.asarray(reward, np.float64)
-        if number.size != 1:  # it may be an array with one element
-            raise ValueError(f"the reward has the shape {number.shape}")
-        rewards[at] = number.item()
+    if all(type(reward) is float for reward in paid):
+        rewards = np.array(paid)
+    else:
+        rewards = np.empty(len(paid))
+        for at, reward in enumerate(paid):
+            envs.at.value, number = at, np.asarray(reward, np.float64)
+            if number.size != 1:  # it may be an array with one element
+                raise ValueError(f"the reward has the shape {number.shape}")
+            rewards[at] = number.item()
     info: dict[str, Any] = {}
     if any(map(len, masks)):
         info[MASK] = [mask[0] if mask else None for mask in masks]

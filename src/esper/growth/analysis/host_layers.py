@@ -5,13 +5,16 @@ imported. All functions use weights as `[outputs, inputs, ...]`, also for layers
 store them transposed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from esper.contracts.errors import InvalidInputError
 from esper.growth.blueprints.geometry import Kernel
@@ -53,10 +56,11 @@ def why_no_layer(module: nn.Module) -> str:
         return "computes its weight from other parameters"
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         if module.groups > 1:
-            return f"has {module.groups} groups; new units need a convolution with one"
-        if module.padding_mode != "zeros" or isinstance(module.padding, str):
-            how = module.padding if module.padding_mode == "zeros" else None
-            return f"has padding {how or module.padding_mode!r}; use numbers of zeros"
+            return f"is a grouped convolution with {module.groups} groups"
+        if module.padding_mode != "zeros":
+            return f"has padding {module.padding_mode!r}; use zeros"
+        if (pads := _paddings(module))[::2] != pads[1::2]:
+            return f"has padding {module.padding!r} of two unequal sides; use numbers"
     return ""
 
 
@@ -72,9 +76,16 @@ def kernel_of(module: nn.Module) -> Kernel | None:
     return Kernel(
         tuple(module.kernel_size),
         tuple(module.stride),
-        tuple(int(pad) for pad in module.padding),
+        tuple(_paddings(module)[::-2]),
         tuple(module.dilation),
     )
+
+
+def _paddings(module: nn.Conv1d | nn.Conv2d) -> list[int]:
+    """Paddings before and after every axis of a convolution, the last axis first."""
+    if isinstance(module.padding, str):  # "same" or "valid"
+        return [*module._reversed_padding_repeated_twice]
+    return [int(pad) for pad in reversed(module.padding) for _ in range(2)]
 
 
 def swap_layout(module: nn.Module, weight: Tensor) -> Tensor:
@@ -85,7 +96,7 @@ def swap_layout(module: nn.Module, weight: Tensor) -> Tensor:
 
 def units_of(module: nn.Module) -> int:
     """Number of outputs of a layer."""
-    weight = module.get_parameter("weight")
+    weight: Any = module.weight  # a parametrized one is no parameter
     kind = kind_of(module)
     return int(weight.shape[1 if kind is not None and kind.transposed else 0])
 
@@ -99,24 +110,129 @@ def write_sizes(module: nn.Module) -> None:
     setattr(module, kind.inputs, inputs)
 
 
-SIZED_TENSORS: Final = ("weight", "bias", "running_mean", "running_var")
-SIZED_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm)
-"""Norms that are widened with the layer before them."""
+# Modules with one entry per unit, which are widened with the layer before them.
+
+COUPLING: Final = (nn.LayerNorm, nn.RMSNorm)
+"""Norms over all units at once; two of them are no larger one."""
+NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, *COUPLING)
 
 
-def write_norm_size(norm: nn.Module, more: nn.Module | None = None) -> None:
-    """Set a norm's size attributes from its tensors, or to those of two norms.
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers that have an axis, by name."""
+    held = {**module._parameters, **module._buffers}
+    return {name: t for name, t in held.items() if t is not None and t.dim()}
 
-    The width of a group stays the same.
+
+def unit_size(module: nn.Module) -> int:
+    """Length of axis 0 of all tensors of a module that works on each unit alone.
+
+    Returns 0 for modules that mix units by their shapes, and for those without tensors.
     """
-    tensors = (*norm._buffers.values(), *norm._parameters.values())
-    units = next((len(t) for t in tensors if t is not None and t.dim()), 0)
-    name = "num_channels" if isinstance(norm, nn.GroupNorm) else "num_features"
-    before = getattr(norm, name)
-    units = before + getattr(more, name) if more is not None else units
-    setattr(norm, name, units)
-    if isinstance(norm, nn.GroupNorm):
-        norm.num_groups = norm.num_groups * units // before
+    if isinstance(module, COUPLING):
+        return int(module.normalized_shape[-1])
+    if isinstance(module, NORMS):
+        name = "num_channels" if isinstance(module, nn.GroupNorm) else "num_features"
+        return int(getattr(module, name))
+    shapes = [tensor.shape for tensor in own_tensors(module).values()]
+    weights = [p for p in module._parameters.values() if p is not None]
+    if not shapes or [*module.children()] or not all(p.dim() for p in weights):
+        return 0
+    if isinstance(module, _ConvNd):
+        sizes = {module.in_channels, module.out_channels, module.groups}
+        return module.groups if len(sizes) == 1 and module.groups > 1 else 0
+    fits = kind_of(module) is None and all(s[1:2] in ((), (1,)) for s in shapes)
+    return shapes[0][0] if fits and len({shape[0] for shape in shapes}) == 1 else 0
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether a module has weights, and all units share them, as in `nn.PReLU()`."""
+    if isinstance(module, (*NORMS, _ConvNd)) or kind_of(module) or [*module.children()]:
+        return False
+    weights = [p for p in module._parameters.values() if p is not None]
+    known = [*weights, *own_tensors(module).values()]
+    return bool(weights) and all(tensor.numel() == 1 for tensor in known)
+
+
+def write_unit_size(module: nn.Module, before: int, after: int) -> None:
+    """Set the attributes of a module that say its number of units.
+
+    The width of a group of `nn.GroupNorm` stays the same.
+    """
+    if isinstance(module, nn.GroupNorm):
+        size = before // module.num_groups
+        module.num_groups = after // size if after % size == 0 else 1
+        module.num_channels = after
+        return
+    sizes = {int: (before, after), tuple: ((before,), (after,))}
+    for key, value in [*vars(module).items()]:
+        old, new = sizes.get(type(value), (None, None))
+        if old is not None and value == old:
+            setattr(module, key, new)
+
+
+def write_any_size(module: nn.Module, before: int) -> None:
+    """Let size attributes follow the tensors of a module; `before` is its unit size."""
+    if is_layer(module):
+        write_sizes(module)
+    elif before and (tensors := own_tensors(module)):
+        write_unit_size(module, before, len(next(iter(tensors.values()))))
+
+
+def sized_copy(
+    module: nn.Module, outputs: int, inputs: int, generator: torch.Generator | None
+) -> nn.Module:
+    """A layer, or a module with one entry per unit, of another size with new weights.
+
+    Weights of norms are those of a new norm. `inputs` is 1 for all but layers.
+    """
+    made = dict[str, Tensor]()
+    for name, held in own_tensors(module).items():
+        own = swap_layout(module, held) if held.dim() > 1 else held
+        new = new_weight(own, (outputs, inputs, *own.shape[2:])[: own.dim()], generator)
+        made[name] = swap_layout(module, new) if held.dim() > 1 else new
+    copied = copy_with(module, made, outputs)
+    if isinstance(module, NORMS):
+        copied.reset_parameters()  # type: ignore[operator]
+    return copied
+
+
+def copy_with(
+    module: nn.Module, tensors: Mapping[str, Tensor], units: int
+) -> nn.Module:
+    """A copy of a leaf module without hooks, with other tensors and sizes."""
+    made, fresh = copy(module), nn.Module()
+    for key, value in vars(fresh).items():
+        if key not in ("training", "_non_persistent_buffers_set"):
+            vars(made)[key] = value
+    for name, held in module._parameters.items():
+        value = tensors.get(name, held)
+        made._parameters[name] = None if value is None else nn.Parameter(value)
+    for name, buffer in module._buffers.items():
+        kept = None if buffer is None else buffer.clone()
+        made._buffers[name] = tensors.get(name, kept)
+    if is_layer(made):
+        write_sizes(made)
+    else:
+        write_unit_size(made, unit_size(module), units)
+    return made
+
+
+@torch.no_grad()
+def new_weight(
+    host: Tensor, shape: Sequence[int], generator: torch.Generator | None
+) -> Tensor:
+    """A new weight in float32: random if the host's is a matrix, else its mean.
+
+    Random weights have the deviation of the host's, scaled to their own fan-in.
+    """
+    weight = torch.empty(tuple(shape), dtype=torch.float32)
+    if weight.is_meta or not host.numel():
+        return weight
+    if prod(host.shape[1:]) == 1:
+        return weight.fill_(float(host.double().mean()))
+    more = prod(host.shape[1:]) / prod(shape[1:])
+    bound = (3 * more) ** 0.5 * float(host.double().std(correction=0))
+    return weight.uniform_(-bound, bound, generator=generator)
 
 
 def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
@@ -138,10 +254,12 @@ def put_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 def set_data(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
     """Give a parameter other numbers, which may have another shape."""
     parameter.grad = None
-    # A graph of an earlier batch may be alive, and autograd would go on checking the
-    # shape that the parameter had then. It forgets it when the dtype changes.
-    other = torch.float32 if data.dtype == torch.float64 else torch.float64
-    parameter.data = data.new_empty(0, dtype=other)
+    if parameter.shape != data.shape:
+        # A graph of an earlier batch may be alive, and autograd would go on checking
+        # the shape that the parameter had then. It forgets it when the dtype changes,
+        # but also forgets hooks such as those of DistributedDataParallel.
+        other = torch.float32 if data.dtype == torch.float64 else torch.float64
+        parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
     parameter.grad = grad
 
@@ -180,7 +298,8 @@ def fit_sizes(
     refuses every other difference. Refuses outputs that grow without the inputs that
     read them.
     """
-    sized = dict(_sized_modules(host))
+    modules = host.named_modules()
+    sized = {f"{n}." if n else "": m for n, m in modules if sized_tensors(m)}
     undo = restore_sizes(sized.values())
     own = host.state_dict()
     held = {name: getattr(own[name], "shape", None) for name in own if name in state}
@@ -189,59 +308,58 @@ def fit_sizes(
         return undo
     smallest = {name: shape for name, shape in (smallest or {}).items() if name in held}
     for prefix, module in sized.items():
-        shapes = {key: smallest.get(f"{prefix}{key}") for key in SIZED_TENSORS}
-        if any([_resize(module, key, shape) for key, shape in shapes.items()]):
-            _write_any_size(module)
+        small = {n: smallest.get(f"{prefix}{n}") for n in sized_tensors(module)}
+        _resize(module, {n: shape for n, shape in small.items() if shape is not None})
     try:
-        _refuse_another_host(host, state)
+        _refuse_another_host(sized, state)
     except InvalidInputError:
         undo()
         raise
     for prefix, module in sized.items():
-        given = {key: state.get(f"{prefix}{key}") for key in SIZED_TENSORS}
-        if any([_grow(module, key, value) for key, value in given.items()]):
-            _write_any_size(module)
+        bias = {"bias"} if is_layer(module) else set[str]()  # merging may add one
+        given = {n: state.get(f"{prefix}{n}") for n in {*sized_tensors(module)} | bias}
+        found = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+        larger = [n for n, t in found.items() if _is_larger(t, getattr(module, n))]
+        _resize(module, {n: found[n].shape for n in larger})
     return undo
 
 
-def _resize(module: nn.Module, key: str, shape: Sequence[int] | None) -> bool:
-    own = getattr(module, key, None)
-    differs = own is not None and shape is not None and own.shape != shape
-    if differs and shape is not None:
-        put_tensor(module, key, torch.empty(shape))
-    return differs
+def sized_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a module that merging may enlarge, by name."""
+    own = own_tensors(module)
+    if is_layer(module) or (unit_size(module) and not isinstance(module, COUPLING)):
+        return own
+    known = own.items() if [*module.children()] else ()
+    return {name: t for name, t in known if t.shape[1:2] in ((), (1,))}
 
 
-def _write_any_size(module: nn.Module) -> None:
-    write = write_norm_size if kind_of(module) is None else write_sizes
-    write(module)
+def _resize(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Give tensors of a module other shapes, and write its sizes."""
+    before = unit_size(module)
+    for key, shape in shapes.items():
+        if getattr(getattr(module, key), "shape", None) != shape:
+            put_tensor(module, key, torch.zeros(shape))
+    write_any_size(module, before)
 
 
-def _sized_modules(host: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers and norms that may have grown, with the prefix of their tensors."""
-    for name, module in host.named_modules():
-        if kind_of(module) is not None or isinstance(module, SIZED_NORMS):
-            yield f"{name}." if name else "", module
-
-
-def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
+def _refuse_another_host(
+    sized: Mapping[str, nn.Module], state: Mapping[str, Any]
+) -> None:
     """Refuse sizes that merged seeds cannot produce.
 
     New units widen the outputs of one layer and the inputs of another by the same
     factor. After a flatten the inputs are a multiple of those outputs.
     """
     outputs, inputs, norms = (dict[str, tuple[int, int]]() for _ in range(3))
-    for prefix, module in _sized_modules(host):
+    for prefix, module in sized.items():
         name = prefix.removesuffix(".")
-        for key in ("weight", "running_mean"):
-            own, given = getattr(module, key, None), state.get(f"{prefix}{key}")
-            if not (isinstance(own, Tensor) and isinstance(given, Tensor)):
+        for key, own in sized_tensors(module).items():
+            given = state.get(f"{prefix}{key}")
+            if not isinstance(given, Tensor) or own.dim() != given.dim():
                 continue
-            if own.dim() != given.dim():
-                continue
-            if isinstance(module, SIZED_NORMS):
+            if not is_layer(module):
                 norms[name] = len(own), len(given)
-            else:
+            elif key == "weight":
                 shapes = (swap_layout(module, tensor).shape for tensor in (own, given))
                 outputs[name], inputs[name], *_ = zip(*shapes, strict=True)
     read = [
@@ -267,19 +385,8 @@ def _refuse_another_host(host: nn.Module, state: Mapping[str, Any]) -> None:
                 )
 
 
-def _grow(module: nn.Module, key: str, given: object) -> bool:
-    """Enlarge a module's tensor to a given shape; returns whether it changed."""
-    own = getattr(module, key, None)
-    if module._parameters.get("weight") is None and own is None:
-        return False
-    if not isinstance(given, Tensor):
-        return False
-    if own is None:
-        fits = key == "bias" and kind_of(module) is not None  # merging may add a bias
-    else:
-        larger = zip(given.shape, own.shape, strict=False)
-        fits = own.dim() == given.dim() and all(new >= old for new, old in larger)
-        fits &= own.shape != given.shape
-    if fits:
-        put_tensor(module, key, torch.empty(given.shape))
-    return fits
+def _is_larger(given: Tensor, own: Tensor | None) -> bool:
+    """Whether a tensor has fewer entries on no axis."""
+    pairs = zip(given.shape, () if own is None else own.shape, strict=False)
+    alike = own is None or own.dim() == given.dim()
+    return alike and all(new >= old for new, old in pairs)

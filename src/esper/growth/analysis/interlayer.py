@@ -1,8 +1,9 @@
 """The computation between two layers of a host, as modules that new units reuse.
 
-Each step is a channel-wise module or torch function of the host. Where two layers read
-the same tensor and their outputs are combined, as in a gated MLP, a `Join` holds the
-second branch.
+Each step is a channel-wise module or torch function of the host. Where the tensor is
+combined with another, a `Join` holds the branch that makes the other one: from a second
+layer (gated MLP), from the same tensor (squeeze-excite) or from a parameter. New units
+have their own weights; folding makes the direct sum of the host's module and theirs.
 
 Steps are saved as `SavedStep`s. They name modules of the host, or entries of two closed
 tables, `FUNCTIONS` and `JOINS`, with typed arguments. Reading looks up nothing else.
@@ -24,9 +25,16 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
 from esper.contracts.errors import InvalidInputError
+from esper.growth.analysis.host_layers import (
+    copy_with,
+    is_layer,
+    is_shared,
+    own_tensors,
+    sized_copy,
+    unit_size,
+    units_of,
+)
 
-NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
-"""Norms that can be built for new units."""
 DROPOUTS: Final = {
     "dropout": nn.Dropout,
     "dropout1d": nn.Dropout1d,
@@ -294,7 +302,7 @@ def function_module(
 
 
 class Join(nn.Module):
-    """Combines a path with a second branch from a layer that reads the same input."""
+    """Combines a path with a second branch; see `layer` for where it starts."""
 
     def __init__(
         self,
@@ -303,24 +311,54 @@ class Join(nn.Module):
         branch: Iterable[nn.Module],
         *,
         swapped: bool,
+        squeeze: int = 1,
     ) -> None:
         super().__init__()
         self.function = function
         self.layer = layer
-        """Name of the first layer of the second branch."""
+        """Name of a first layer that reads the same input; empty if the branch starts
+        at the path's own tensor or a parameter."""
         self.branch = nn.Sequential(*branch)
         self.swapped = swapped
         """Whether the second branch is the function's first argument."""
+        self.squeeze = squeeze
+        """Units per output of the first of two layers in the branch."""
 
-    def forward(self, h: Tensor, other: Tensor) -> Tensor:
+    def forward(self, h: Tensor, other: Tensor | None = None) -> Tensor:
         """Combine both branches; `other` is the output of the second branch's layer."""
-        pair = (h, self.branch(other))
+        pair = (h, self.branch(other if self.layer else h))
         result: Tensor = self.function(*(pair[::-1] if self.swapped else pair))
         return result
 
     def with_branch(self, branch: Iterable[nn.Module]) -> "Join":
         """A copy with other modules on the second branch."""
-        return Join(self.function, self.layer, branch, swapped=self.swapped)
+        swapped, squeeze = self.swapped, self.squeeze
+        return Join(self.function, self.layer, branch, swapped=swapped, squeeze=squeeze)
+
+
+class UnitParameter(nn.Module):
+    """A parameter that the host's code reads, with one entry per unit or for all."""
+
+    def __init__(self, name: str, value: nn.Parameter) -> None:
+        super().__init__()
+        self.name, self.value = name, value
+
+    def forward(self, _: Tensor) -> Tensor:
+        """The parameter; the input is not used."""
+        return self.value
+
+
+class Shared(nn.Module):
+    """Calls a module of the host whose weights all units share, without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.held = (module,)  # not registered: its weights are the host's
+
+    def forward(self, h: Tensor) -> Tensor:
+        """The module's output."""
+        result: Tensor = self.held[0].forward(h)
+        return result
 
 
 def every_step(interlayer: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -334,15 +372,17 @@ def every_step(interlayer: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStep:
-    """One step between two layers as plain data; the last three belong to a `Join`."""
+    """One step between two layers as plain data; the last four belong to a `Join`."""
 
-    kind: Literal["module", "function", "join", "unsaved"]
+    kind: Literal["module", "parameter", "function", "join", "unsaved"]
     name: str
-    """Name of a host module, of a table entry, or of a function outside the tables."""
+    """Name of a host module or parameter, of a table entry, or of a function outside
+    the tables."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     layer: str = ""
     branch: Annotated[tuple["SavedStep", ...], FailFast()] = ()
     swapped: bool = False
+    squeeze: Annotated[int, Field(ge=1, lt=2**31)] = 1
 
 
 SavedSteps = Annotated[tuple[SavedStep, ...], FailFast()]
@@ -366,6 +406,8 @@ def describe_interlayer(
 def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
     if module in names:
         return SavedStep(kind="module", name=names[module])
+    if isinstance(module, UnitParameter):
+        return SavedStep(kind="parameter", name=module.name)
     if isinstance(module, FunctionModule):
         if module.function is not None:
             return SavedStep(kind="unsaved", name=module.name)
@@ -380,6 +422,7 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
             layer=module.layer,
             branch=describe_interlayer(module.branch, names),
             swapped=module.swapped,
+            squeeze=module.squeeze,
         )
     assert isinstance(module, tuple(DROPOUTS.values()))
     kinds: dict[type, str] = {kind: name for name, kind in DROPOUTS.items()}
@@ -387,7 +430,10 @@ def _described(module: nn.Module, names: Mapping[nn.Module, str]) -> SavedStep:
 
 
 def restore_interlayer(
-    steps: Sequence[SavedStep], modules: Mapping[str, nn.Module]
+    steps: Sequence[SavedStep],
+    modules: Mapping[str, nn.Module],
+    *,
+    inside: bool = False,
 ) -> tuple[nn.Module, ...]:
     """Modules from the steps of an untrusted file; `modules` are the host's by name."""
     growing = sum(step.name in GROWING for step in steps)
@@ -396,16 +442,27 @@ def restore_interlayer(
             f"has {len(steps)} steps, of which {growing} make tensors larger; the "
             f"limits are {MAX_SAVED_STEPS} and {MAX_SAVED_GROWING}"
         )
-    return tuple(_restored(step, modules) for step in steps)
+    return tuple(_restored(step, modules, inside=inside) for step in steps)
 
 
-def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
-    wanted = {"module": step.name, "join": step.layer}.get(step.kind, "")
+def _restored(
+    step: SavedStep, modules: Mapping[str, nn.Module], *, inside: bool = False
+) -> nn.Module:
+    """A step from a file; layers are allowed `inside` a branch without a gate."""
+    owner, _, last = step.name.rpartition(".")
+    needs = {"module": step.name, "parameter": owner, "join": step.layer}
+    wanted = needs.get(step.kind, "")
     if wanted not in modules:
         raise InvalidInputError(f"has {wanted[:80]!r}, which the host does not have")
+    if step.kind == "parameter":
+        value = modules[owner]._parameters.get(last)
+        if not inside or value is None:
+            raise InvalidInputError(f"has no parameter {step.name[:80]!r}")
+        return UnitParameter(step.name, value)
     if step.kind == "module":
         own = modules[step.name]
-        if isinstance(own, (*NORMS, *DROPOUTS.values())):
+        known = unit_size(own) or is_shared(own) or (inside and is_layer(own))
+        if known or isinstance(own, tuple(DROPOUTS.values())):
             return own
         if any(True for _ in own.children()) or any(True for _ in own.parameters()):
             raise InvalidInputError(f"has {step.name!r}, which has weights of its own")
@@ -424,40 +481,65 @@ def _restored(step: SavedStep, modules: Mapping[str, nn.Module]) -> nn.Module:
         return function
     if any(inner.kind == "join" for inner in step.branch):
         raise InvalidInputError("joins more than two layers")
-    branch = restore_interlayer(step.branch, modules)
-    return Join(function, step.layer, branch, swapped=step.swapped)
+    branch = restore_interlayer(step.branch, modules, inside=not step.layer)
+    joint = Join(function, step.layer, branch, swapped=step.swapped)
+    joint.squeeze = step.squeeze
+    return joint
 
 
 # New units.
 
 
 def new_interlayer(
-    interlayer: Iterable[nn.Module], units: int, width: int
+    interlayer: Iterable[nn.Module],
+    units: int,
+    width: int,
+    generator: torch.Generator | None = None,
+    squeeze: int = 1,
 ) -> Interlayer:
-    """The steps between two layers for new units, with norms of their size."""
-    return Interlayer(*(_for_units(module, units, width) for module in interlayer))
+    """The steps between two layers for new units, with weights of their own.
+
+    Args:
+        interlayer: The steps between the layers of the host.
+        units: Number of new units.
+        width: Number of units of the host.
+        generator: Draws new kernels and matrices.
+        squeeze: Units per output of a layer that does not return one output per unit.
+    """
+    made, new, old = [], units, width
+    for module in interlayer:
+        if is_layer(module):
+            outputs = units_of(module)
+            wider = units if outputs == width else max(1, units // squeeze)
+            made.append(sized_copy(module, wider, new, generator))
+            new, old = wider, outputs
+        else:
+            made.append(_for_units(module, new, old, generator))
+    return Interlayer(*made)
 
 
-def _for_units(module: nn.Module, units: int, width: int) -> nn.Module:
-    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-        # After a flatten, one unit has several features.
-        return type(module)(
-            units * (module.num_features // width),
-            eps=module.eps,
-            momentum=module.momentum,
-            affine=module.affine,
-            track_running_stats=module.track_running_stats,
-        )
-    if isinstance(module, nn.GroupNorm):
-        size = width // module.num_groups
-        groups = units // size if units % size == 0 else 1
-        return nn.GroupNorm(groups, units, eps=module.eps, affine=module.affine)
-    if isinstance(module, nn.LayerNorm):
-        return nn.LayerNorm(
-            units * (module.normalized_shape[-1] // width),
-            eps=module.eps,
-            elementwise_affine=module.elementwise_affine,
-        )
+def _for_units(
+    module: nn.Module, units: int, width: int, generator: torch.Generator | None
+) -> nn.Module:
     if isinstance(module, Join):
-        return module.with_branch(new_interlayer(module.branch, units, width))
+        branch = new_interlayer(module.branch, units, width, generator, module.squeeze)
+        return module.with_branch(branch)
+    if is_shared(module):
+        return Shared(module)
+    if size := unit_size(module):  # after a flatten, one unit has several entries
+        return sized_copy(module, units * (size // width), 1, generator)
     return deepcopy(module)
+
+
+def units_part(module: nn.Module, first: int, units: int, width: int) -> nn.Module:
+    """A copy of a module of the host, for some of its units only."""
+    if isinstance(module, Join):
+        parts = (units_part(one, first, units, width) for one in module.branch)
+        return module.with_branch(parts)
+    size = unit_size(module)
+    if not size or is_shared(module):
+        return deepcopy(module)
+    start, count = first * (size // width), units * (size // width)
+    tensors = own_tensors(module).items()
+    cut = {name: t.detach().narrow(0, start, count) for name, t in tensors}
+    return copy_with(module, cut, count)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.messages import described
+from esper.growth.analysis.config_fields import Axis, fields_of_axes
 from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
@@ -31,7 +33,12 @@ from esper.growth.analysis.host_layers import (
     units_of,
     why_no_layer,
 )
-from esper.growth.analysis.interlayer import Join, SavedSteps, describe_interlayer
+from esper.growth.analysis.interlayer import (
+    Join,
+    SavedSteps,
+    describe_interlayer,
+    every_step,
+)
 from esper.growth.analysis.tracing import (
     CHANNELS_LAST,
     MAX_TRAINING_CALLS,
@@ -47,6 +54,7 @@ from esper.growth.analysis.tracing import (
     path_modules,
     run_example,
     tensors_of,
+    unit_macs,
 )
 from esper.growth.blueprints.geometry import Gate, Geometry, Layout, width
 
@@ -87,16 +95,36 @@ class InsertionPoint:
     """Position of the outlet between the host's input (0) and output (1)."""
     in_mlp: bool = False
     """Whether all layers of the host are linear and work on vectors."""
+    unit_macs: int = 0
+    """Multiply-adds per row of the steps between two layers, per unit."""
 
     @property
     def gate(self) -> str:
         """Name of the gate layer that joins the path; empty if there is none."""
         return _gate(self.interlayer)
 
+    @property
+    def units_axis(self) -> Axis:
+        """The axis of the inlet's weight that has the units of a span."""
+        kind = kind_of(self.inlet)
+        return f"{self.site.inlet}.weight", int(kind is not None and kind.transposed)
+
     def first_layers(self, host: nn.Module) -> dict[str, nn.Module]:
         """The layers of a host, or of its copy, that get the new units of a span."""
         names = {"first": self.site.inlet, "gate": self.gate}
         return {key: host.get_submodule(name) for key, name in names.items() if name}
+
+    @property
+    def widened(self) -> list[str]:
+        """Names of the layers that get the new units of a span."""
+        inner = [
+            step.name
+            for join, saved in zip(self.interlayer, self.recipe, strict=True)
+            if isinstance(join, Join) and not join.layer
+            for module, step in zip(join.branch, saved.branch, strict=True)
+            if is_layer(module)
+        ]
+        return [name for name in (self.site.inlet, self.gate, *inner) if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +152,6 @@ def analyse_host(
 ) -> HostAnalysis:
     """Analyse a host's slots with an example; refuses slots that cannot grow."""
     sites = _find_sites(host, slots)
-    if torch.is_inference_mode_enabled():
-        raise InvalidInputError(
-            "a host cannot be analysed in inference mode; leave it first."
-        )
     with isolated(host, training=False), torch.no_grad():
         ends = (end for site in sites for end in (site.inlet, site.outlet))
         trace = Trace(host, ends, example)
@@ -162,10 +186,6 @@ def _find_sites(host: nn.Module, slots: Iterable[str]) -> tuple[Site, ...]:
     """The sites of a host; refuses names that cannot be slots."""
     check_host(host)
     sites = tuple(parse_slot(slot) for slot in slots)
-    if not sites:
-        raise InvalidInputError(
-            "slots is empty; esper.suggest_slots(model, example) finds slots."
-        )
     doubled = [site for site, count in Counter(sites).items() if count > 1]
     if doubled:
         raise InvalidInputError(
@@ -187,6 +207,8 @@ def check_host(host: nn.Module) -> None:
         raise InvalidInputError(
             f"the host must be an nn.Module, got {type(host).__name__}."
         )
+    if torch.is_inference_mode_enabled():
+        raise InvalidInputError("a host cannot grow in inference mode; leave it first.")
     kind, parameters = type(host), [*host.parameters()]
     compiled = [
         name
@@ -277,7 +299,7 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         inlet_layout = _layout(inlet, first, first, site.inlet)
     try:
         interlayer, facts = _span(site, trace, inlet_layout)
-        steps = [step.module for step in trace.paths[first].steps]
+        steps = trace.paths[first].steps
     except NoSpanError as error:
         interlayer, facts, steps = (), {"why_no_span": str(error)}, []
     return InsertionPoint(
@@ -293,9 +315,10 @@ def insertion_point(site: Site, trace: Trace) -> InsertionPoint:
         inlet=first,
         outlet=second,
         interlayer=interlayer,
-        recipe=describe_interlayer(steps, trace.names),
+        recipe=describe_interlayer((step.module for step in steps), trace.names),
         depth=min(1.0, written.order / max(1, trace.leaves)),
         in_mlp=_is_mlp(trace),
+        unit_macs=unit_macs(steps, units_of(first)) if steps else 0,
     )
 
 
@@ -312,7 +335,7 @@ def _is_mlp(trace: Trace) -> bool:
 
 
 def _gate(interlayer: Iterable[nn.Module]) -> str:
-    return next((m.layer for m in interlayer if isinstance(m, Join)), "")
+    return next((m.layer for m in interlayer if isinstance(m, Join) and m.layer), "")
 
 
 def _span(
@@ -381,8 +404,8 @@ def _refuse_overlap(places: Iterable[InsertionPoint]) -> None:
     taken: dict[str, str] = {}
     for place in places:
         name = place.site.name
-        for layer in (place.site.inlet, place.gate) if place.geometry.spans else ():
-            if layer and layer in taken:
+        for layer in place.widened if place.geometry.spans else ():
+            if layer in taken:
                 raise InvalidInputError(
                     f"slots {taken[layer]!r} and {name!r} both widen {layer!r}; use "
                     "one of them."
@@ -472,7 +495,7 @@ class SlotSuggestions(tuple[str, ...]):
     """Names of slots from input to output, and skipped layers; `print` shows both."""
 
     skipped: Mapping[str, str]
-    """Layers that no slot starts with, and why."""
+    """Layers that cannot be widened, and why."""
 
     def __new__(
         cls, found: Iterable[str], skipped: Mapping[str, str]
@@ -489,18 +512,32 @@ class SlotSuggestions(tuple[str, ...]):
 
 
 def suggest_slots(
-    model: nn.Module, example: Example, *, reject: Reject = lambda place: ""
+    model: nn.Module,
+    example: Example,
+    *,
+    reject: Reject = lambda place: "",
+    tie_widths: bool = True,
 ) -> SlotSuggestions:
     """Names of slots that can grow, from input to output, for `Grower(slots=...)`.
 
     These are pairs of layers with only channel-wise steps between them. A host without
-    such pairs gets slots parallel to single layers.
+    such pairs gets slots parallel to single layers. If fields of the model's config
+    size some of them, as in Hugging Face models, the others are skipped.
 
     Args:
         model: The host.
         example: Input of the host: a tensor, a tuple or a dictionary.
         reject: Returns why an insertion point is not wanted; "" if it is.
+        tie_widths: Whether to skip layers that no field of the model's config sizes.
     """
+    return _suggested(
+        model, example, reject, fields_of_axes(model) if tie_widths else {}
+    )
+
+
+def _suggested(
+    model: nn.Module, example: Example, reject: Reject, fields: Mapping[Axis, str]
+) -> SlotSuggestions:
     check_host(model)
     with isolated(model, training=False), torch.no_grad():
         trace = Trace(model, (), example)
@@ -521,13 +558,26 @@ def suggest_slots(
             skipped[name] = str(error).removesuffix(".")
         except Exception as error:  # user code: skip the layer, not the whole host
             skipped[name] = f"analysing it failed, {described(error)}"
+    for place in found:
+        for step in filter(names.__contains__, every_step(place.interlayer)):
+            if names[step] in skipped:
+                skipped[names[step]] = f"it is widened together with {place.site.name}"
+    if any(place.units_axis in fields for place in found):
+        for place in [p for p in found if p.units_axis not in fields]:
+            found.remove(place)
+            skipped[place.site.inlet] = (
+                "no field of the model's config sizes it; name it, or pass "
+                "tie_widths=False"
+            )
     found = _wanted(model, found, example, reject, skipped)
     if not found:
         parallel = [*_parallel_points(model, called, trace)]
         found = _wanted(model, parallel, example, reject, {})
     if not found:
+        first = next((f" ({name}: {why})" for name, why in skipped.items()), "")
         raise InvalidInputError(
-            "no linear or convolution layer of the host can grow; name slots by hand."
+            f"no linear or convolution layer of the host can grow{first}; name slots "
+            "by hand."
         )
     return SlotSuggestions((place.site.name for place in found), skipped)
 
@@ -537,21 +587,26 @@ def choose_slots(
     slots: Sequence[str] | str,
     example: Example,
     reject: Reject = lambda place: "",
+    fields: Mapping[Axis, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """Names of slots from names and patterns; "auto" is every suggested slot.
 
     A pattern such as "*.mlp" matches the name of a slot or of a module around it.
     """
     if isinstance(slots, str) and slots == "auto":
-        return suggest_slots(model, example, reject=reject)
+        return _suggested(model, example, reject, fields)
     listed = isinstance(slots, Sequence) and not isinstance(slots, str)
     if not listed or not all(isinstance(slot, str) for slot in slots):
         raise InvalidInputError(
             f"slots must be a list of names or 'auto', got {slots!r}."
         )
+    if not slots:
+        raise InvalidInputError(
+            "slots is empty; esper.suggest_slots(model, example) finds slots."
+        )
     if not any(WILDCARDS & {*slot} for slot in slots):
         return tuple(slots)
-    suggested = suggest_slots(model, example, reject=reject)
+    suggested = _suggested(model, example, reject, {})
     chosen: list[str] = []
     for slot in slots:
         pattern = bool(WILDCARDS & {*slot})
@@ -595,7 +650,7 @@ def _span_from(
         raise InvalidInputError(place.geometry.why_no_span)
     for end in filter(None, (name, outlet, place.gate)):
         check_not_shared(model, end, modules[end])
-    taken = next((p.site.name for p in before if p.gate == name), None)
+    taken = next((p.site.name for p in before if name in p.widened), None)
     if taken is not None:
         raise InvalidInputError(f"it is widened together with {taken}")
     return place

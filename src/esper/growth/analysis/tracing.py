@@ -5,7 +5,8 @@ An example is a tensor, a tuple of arguments or a dictionary of keyword argument
 
 New hidden units fit between two layers if all steps between them are channel-wise.
 `Trace` follows every layer's output to the layer that reads it. Unknown steps are
-tested: a channel-wise step gives the same output for a subset of the channels.
+tested: a channel-wise step gives the same output for a subset of the channels. A branch
+that leaves the tensor and is multiplied with it, as squeeze-excite, is one step.
 """
 
 import warnings
@@ -13,26 +14,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import permutations, product
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import described
-from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
+from esper.growth.analysis.host_layers import (
+    COUPLING,
+    NORMS,
+    is_layer,
+    is_shared,
+    kind_of,
+    swap_layout,
+    unit_size,
+    units_of,
+)
 from esper.growth.analysis.interlayer import (
     BATCH_SIZE,
     DROPOUTS,
-    NORMS,
     RESHAPES,
     FunctionModule,
     Join,
+    UnitParameter,
     function_module,
+    table_name,
+    units_part,
 )
 from esper.growth.blueprints.geometry import Layout
 
@@ -195,11 +209,13 @@ def isolated(host: nn.Module, *, training: bool) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     host.train(training)
+    torch.clear_autocast_cache()  # casts of weights from before a change
     try:
         with swapped_buffers(host.modules()), kept_randomness(host):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
+        torch.clear_autocast_cache()
         for module, mode in modes.items():
             module.training = mode
 
@@ -225,7 +241,7 @@ class Path:
     given: object
     """The tensor object that the layer read."""
     tensors: list[Tensor]
-    """All tensors on the path, newest last."""
+    """The layer's output and that of every step."""
     steps: list[TraceStep] = field(default_factory=list)
     joined: "Path | None" = None
     """The path that joined this one."""
@@ -291,6 +307,11 @@ class Trace(TorchFunctionMode):
         self._running: list[tuple[nn.Module, object, dict[Path, Tensor]]] = []
         """Running leaf modules, their first inputs, and copies of the path tails."""
         self._last_leaf: nn.Module | None = None
+        self._constants: dict[int, tuple[Tensor, list[TraceStep]]] = {}
+        """Parameters and tensors made from one, by id, with the steps."""
+        for name, parameter in host.named_parameters():
+            step = TraceStep(UnitParameter(name, parameter), name, (), parameter)
+            self._constants[id(parameter)] = parameter, [step]
         with ExitStack() as stack:
             for module in self.names:
                 before = module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -335,11 +356,12 @@ class Trace(TorchFunctionMode):
         passing: dict[Path, Tensor] = {}
         for path in self._touched(given):
             if path.reader is not None:
-                path.problem = "the hidden tensor is also used elsewhere"
+                where = self._operation(module)
+                path.problem = f"the hidden tensor is also used elsewhere, by {where}"
             elif len(given) > 1 or given[0] is not path.tail:
-                name = type(module).__name__
-                path.problem = f"the hidden tensor forks, or meets another, at {name}"
-            elif isinstance(module, NORMS) or not [*module.parameters()]:
+                where = self._operation(module)
+                path.problem = f"the hidden tensor forks, or meets another, at {where}"
+            elif _keeps_units(module, units_of(path.layer)):
                 path.inside, passing[path] = module, _copied(path.tail)
             else:
                 path.reader = module
@@ -348,7 +370,7 @@ class Trace(TorchFunctionMode):
     def _leave_leaf(self, module: nn.Module, answer: object) -> None:
         """Add a leaf module's output to its paths; a layer starts a new path."""
         _, given, passing = self._running.pop()
-        name = type(module).__name__
+        name = self._operation(module)
         for path, before in passing.items():
             path.inside = None
             if isinstance(answer, Tensor):
@@ -359,6 +381,10 @@ class Trace(TorchFunctionMode):
         if is_layer(module) and isinstance(answer, Tensor):
             self.paths[module] = Path(module, given, [answer])
             self._on.setdefault(id(answer), []).append(self.paths[module])
+
+    def _operation(self, module: nn.Module) -> str:
+        """A module as messages name it."""
+        return f"{self.names[module]!r} ({type(module).__name__})"
 
     def __torch_function__(
         self,
@@ -371,16 +397,22 @@ class Trace(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = _all_tensors([args, kwargs])
         running = self._running[-1][0] if self._running else None
-        touched = {
-            # The function may work in place, so its input is copied first.
-            path: _copied(path.tail)
+        touched = [
+            path
             for path in self._touched(given)
             # Calls inside a module belong to that module's step.
             if running is None or running not in (path.inside, path.reader)
-        }
+        ]
+        # The function may work in place, so its input is copied first.
+        before = {id(tensor): _copied(tensor) for tensor in given if touched}
         result = func(*args, **kwargs)
         if touched and _all_tensors(result):
-            self._record(func, args, kwargs, given, touched, result)
+            self._record(func, args, kwargs, given, touched, before, result)
+        elif len(given) == 1 and args[:1] == (given[0],) and isinstance(result, Tensor):
+            _, steps = self._constants.get(id(given[0]), (None, []))
+            if steps:
+                step = _function_step(func, args[1:], kwargs, given[0], result)
+                self._constants[id(result)] = result, [*steps, step]
         return result
 
     def _record(
@@ -389,26 +421,30 @@ class Trace(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         given: Sequence[Tensor],
-        touched: Mapping[Path, Tensor],
+        touched: Sequence[Path],
+        before: Mapping[int, Tensor],
         result: object,
     ) -> None:
         """Add a function of these tensors to the paths that it reads."""
         name = getattr(func, "__name__", str(func))
         pair = [path for arg in args[:2] for path in touched if path.tail is arg]
         free = all(path.reader is None for path in touched) and not self._running
+        if self._rejoin(func, args, kwargs, touched, before, result):
+            return
         if not free or not isinstance(result, Tensor):
-            problem = "the hidden tensor is also used elsewhere"
+            problem = f"the hidden tensor is also used elsewhere, by {name}"
             problem = f"{name} splits the hidden tensor" if free else problem
         elif len(given) == 1 and pair == [*touched]:
-            for path, before in touched.items():
-                step = _function_step(func, args[1:], kwargs, before, _copied(result))
+            for path in touched:
+                own = before[id(args[0])]
+                step = _function_step(func, args[1:], kwargs, own, _copied(result))
                 self._extend(path, step, result)
             return
         elif len(given) == len(pair) == 2 and args[0] is not args[1]:
             problem = self._why_no_join(name, *pair)
             if not problem:
                 function = function_module(func, args[2:], kwargs, joins=True)
-                self._join(pair, function, name, touched, result)
+                self._join(pair, function, name, before, result)
                 return
         else:
             problem = f"{name} mixes the hidden tensor with another"
@@ -416,6 +452,67 @@ class Trace(TorchFunctionMode):
             earlier = [t for t in path.tensors if t is not path.tail]
             forks = any(one is other for one in given for other in earlier)
             path.problem = f"the hidden tensor forks at {name}" if forks else problem
+
+    def _rejoin(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        touched: Sequence[Path],
+        before: Mapping[int, Tensor],
+        result: object,
+    ) -> bool:
+        """Join paths with a branch that left them, or a parameter, if `func` does."""
+        name, function = getattr(func, "__name__", str(func)), table_name(func)
+        ended = []
+        for path, (h, other) in product(touched, permutations(args[:2], 2)):
+            branch = self._branch(path, h, other, layers=function == "mul")
+            if not branch or len(before) != 2 or not isinstance(result, Tensor):
+                continue
+            at = _last_index(path.tensors, h)
+            steps, tensors = branch
+            for tensor in tensors:
+                self._on.setdefault(id(tensor), []).append(path)
+            del path.steps[at:], path.tensors[at + 1 :]
+            joining = function_module(func, args[2:], kwargs, joins=True)
+            joint = Join(joining, "", [s.module for s in steps], swapped=h is args[1])
+            inner = [units_of(module) for module in joint.branch if is_layer(module)]
+            joint.squeeze = max(
+                [units_of(path.layer) // units for units in inner] or [1]
+            )
+            given = before[id(h)], before[id(other)]
+            path.reader = None
+            step = TraceStep(joint, name, given, _copied(result), steps)
+            self._extend(path, step, result)
+            ended.append(path)
+        for path in touched if ended else ():
+            if path not in ended:
+                path.problem = f"{name} joins it with the tensor that it came from"
+        return bool(ended)
+
+    def _branch(
+        self, path: Path, h: object, other: object, *, layers: bool
+    ) -> tuple[list[TraceStep], list[Tensor]] | None:
+        """How a tensor is made from `h`, which is on a path, or from a parameter.
+
+        Returns the steps, and the tensors on the way.
+        """
+        if self._running or not any(h is tensor for tensor in path.tensors):
+            return None
+        if id(other) in self._constants and h is path.tail and path.reader is None:
+            return self._constants[id(other)][1], []
+        at = _last_index(path.tensors, h)
+        steps, tensors = path.steps[at:], path.tensors[at + 1 :]
+        while path.reader is not None and path.tail is not other:
+            after = self.paths.get(path.reader)
+            if after is None or after.problem or not layers:
+                return None
+            name = self._operation(after.layer)
+            first = TraceStep(after.layer, name, (), after.tensors[0])
+            steps, path = [*steps, first, *after.steps], after
+            tensors += after.tensors
+        made = path.tail is other and path.reader is None and other is not h
+        return (steps, tensors) if made else None
 
     def _why_no_join(self, name: str, first: Path, second: Path) -> str:
         """Why two paths cannot be joined; empty if they can."""
@@ -431,16 +528,17 @@ class Trace(TorchFunctionMode):
         pair: Sequence[Path],
         function: FunctionModule,
         name: str,
-        before: Mapping[Path, Tensor],
+        before: Mapping[int, Tensor],
         result: Tensor,
     ) -> None:
         """Join two paths; each has the other as its second branch."""
         steps = {path: [*path.steps] for path in pair}
+        tails = {path: before[id(path.tail)] for path in pair}
         for path, other in (pair, pair[::-1]):
             modules = [step.module for step in steps[other]]
             layer, swapped = self.names[other.layer], path is pair[1]
             joint = Join(function, layer, modules, swapped=swapped)
-            given = (before[path], before[other])
+            given = (tails[path], tails[other])
             made = TraceStep(joint, name, given, _copied(result), steps[other])
             path.joined = other
             self._extend(path, made, result)
@@ -468,6 +566,29 @@ def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
         path.compare(trained.get(layer), trace.names)
 
 
+def _last_index(tensors: Sequence[Tensor], wanted: object) -> int:
+    """Index of the last entry that is this tensor object."""
+    return max(index for index, tensor in enumerate(tensors) if tensor is wanted)
+
+
+def _keeps_units(module: nn.Module, units: int) -> bool:
+    """Whether a leaf module may work on each unit alone, by its weights' shapes."""
+    size = unit_size(module)
+    fits = is_shared(module) or bool(size and size % units == 0)
+    return fits or isinstance(module, NORMS) or not [*module.parameters()]
+
+
+def unit_macs(steps: Iterable[TraceStep], units: int) -> int:
+    """Multiply-adds per unit and row of the layers between two layers."""
+    total = 0
+    for step in steps:
+        total += unit_macs(step.branch, 1)
+        if is_layer(step.module) or isinstance(step.module, _ConvNd):
+            weight = step.module.get_parameter("weight")
+            total += weight.numel() * step.result[0].numel() // units_of(step.module)
+    return total // units
+
+
 def _copied(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         return tensor.clone()
@@ -492,6 +613,8 @@ def _function_step(
         shape = [*args[0]] if args and isinstance(args[0], tuple | list) else [*args]
         if shape[:1] == [before.shape[0]]:  # other batches may have another size
             shape[0] = BATCH_SIZE
+        if -1 not in shape and shape[1:2] == [before.shape[before.dim() > 1]]:
+            shape[1] = -1  # and new units another number
         module = function_module(Tensor.reshape, (shape,), {})
     return TraceStep(module, name, (before,), after)
 
@@ -528,7 +651,7 @@ def _identity(step: TraceStep) -> object:
         return join.name, join.args, join.kwargs, module.layer, module.swapped
     if isinstance(module, FunctionModule):
         return module.name, module.args, module.kwargs
-    return id(module)
+    return module.name if isinstance(module, UnitParameter) else id(module)
 
 
 class NoSpanError(Exception):
@@ -543,10 +666,10 @@ def path_modules(path: Path, width: int, layout: Layout) -> tuple[nn.Module, ...
 
 
 def _step_module(step: TraceStep, width: int, layout: Layout) -> nn.Module:
-    """A step as a new module."""
+    """A step as a new module, or as the host's own if it has weights."""
     module, problem = step.module, ""
     function = module.function if isinstance(module, Join) else module
-    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+    if isinstance(module, COUPLING) and len(module.normalized_shape) > 1:
         problem = "normalizes more than the channels"
     elif isinstance(module, (*NORMS, *DROPOUTS.values())):
         pass
@@ -555,15 +678,37 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> nn.Module:
     elif isinstance(function, FunctionModule) and not function.copyable:
         problem = "cannot be copied; use a torch function with plain arguments"
     elif isinstance(module, Join):
-        inner = (_step_module(one, width, layout) for one in step.branch)
-        module = module.with_branch(inner)
-        problem = _why_not_channelwise(module.function, step, width, layout)
+        module = module.with_branch(_branch_modules(step, width, layout))
+        whole = not module.layer and not any(map(is_layer, module.branch))
+        step = replace(step, given=step.given[:1]) if whole else step
+        tried = module if whole else module.function
+        problem = _why_not_channelwise(tried, step, width, layout)
     else:
-        module = deepcopy(module)
+        if not unit_size(module) and not is_shared(module):
+            module = deepcopy(module).eval()
+        if hasattr(module, "inplace"):
+            module.inplace = False  # type: ignore[assignment]
         problem = _why_not_channelwise(module, step, width, layout)
     if problem:
         raise NoSpanError(f"{step.name} between the layers {problem}")
     return module
+
+
+def _branch_modules(step: TraceStep, width: int, layout: Layout) -> Iterator[nn.Module]:
+    """The modules of a join's second branch; a layer in it may change the width."""
+    units = width
+    constant = any(isinstance(one.module, UnitParameter) for one in step.branch)
+    for one in step.branch:
+        module = one.module
+        fits = is_shared(module) or unit_size(module) % width == 0
+        if is_layer(module):
+            shape = swap_layout(module, module.get_parameter("weight")).shape
+            fits, units = shape[1] == units, shape[0]
+        elif not constant:
+            module = _step_module(one, units, layout)
+        if not fits or (one is step.branch[-1] and units != width):
+            raise NoSpanError(f"{one.name} between the layers is not per unit")
+        yield module
 
 
 def _why_not_channelwise(
@@ -571,15 +716,13 @@ def _why_not_channelwise(
 ) -> str:
     """Why a module is not channel-wise at a step; empty if it is."""
     given = step.given
-    if isinstance(step.module, Join) and step.module.swapped:
+    if isinstance(step.module, Join) and step.module.swapped and len(given) > 1:
         given = given[::-1]
-    module.eval()
-    if hasattr(module, "inplace"):
-        module.inplace = False  # type: ignore[assignment]
     try:
         with torch.no_grad():
             alike = _is_channelwise(module, given, step.result, width, layout)
-            module(*(t[:1].clone() for t in given))  # a last batch may be smaller
+            # A last batch may be smaller.
+            units_part(module, 0, width, width).eval()(*(t[:1].clone() for t in given))
     except Exception:  # the module is code of others
         return "fails with fewer channels or fewer rows"
     return "" if alike else "mixes channels"
@@ -594,14 +737,15 @@ def _is_channelwise(
 ) -> bool:
     """Whether the first half and the last half of the channels give the same alone."""
     some = max(1, width // 2)
-    whole = module(*(tensor.clone() for tensor in given))
+    whole = units_part(module, 0, width, width).eval()(*(t.clone() for t in given))
     ends = [_channels(tensor, width, layout) for tensor in (given[0], whole)]
     (axis, per), (axis_after, per_after) = ends
     alike = _close(whole, result)
     for first in (0, width - some):
         part = (t.narrow(axis, first * per, some * per).clone() for t in given)
         same = whole.narrow(axis_after, first * per_after, some * per_after)
-        alike &= _close(module(*part), same)
+        alone = units_part(module, first, some, width).eval()
+        alike &= _close(alone(*part), same)
     return alike
 
 

@@ -84,7 +84,7 @@ def _check_place(name: str, host: nn.Module, slot: str, example: Example) -> str
     host = deepcopy(host).double()
     exact = example_like(example, next(host.parameters()))
     model = GrowingModel(host, [slot], exact, blueprints=[name])
-    blueprint, place = find(name), model.place(0)
+    blueprint, place = find(name), model.seeds.place(0)
     try:
         if reason := misfit(blueprint, place.geometry):
             return f"it {reason}."

@@ -14,6 +14,7 @@ moves it to its host. `misfit` tells why it does not fit, and `cost` what it cos
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,8 +99,11 @@ def blueprints() -> Mapping[str, Blueprint]:
 
 
 def find(name: str) -> Blueprint:
-    """The blueprint of this name."""
+    """The blueprint of this name; "widen_x" takes any factor above 1, up to 64."""
     known = blueprints()
+    times = re.fullmatch(r"widen_x(\d{1,2}(?:\.\d{1,5})?)", name)
+    if name not in known and times and 1 < float(times[1]) <= 64:
+        return Blueprint(name, Form.WIDEN, 0, merges=True, share=float(times[1]) - 1.0)
     if name not in known:
         raise unknown("there is no blueprint", name, known)
     return known[name]

@@ -1,6 +1,7 @@
 r"""Fold seeds into the layers of a host: the one place where layers get new weights.
 
-    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and norms between get units
+    WIDEN         W1 <- [W1; A],  W2 <- [W2, alpha B], and steps between get units:
+                  per-unit weights w <- [w; v], layers of a squeeze W <- diag(W, V)
     LOW_RANK      W <- W + alpha B A around a layer, W <- (I + alpha B A) W after it
     SCALE_SHIFT   the same with B A = diag(a), and b <- b + alpha shift
 
@@ -19,21 +20,30 @@ from torch import Tensor, nn
 
 from esper.contracts.blueprints import Blueprint, Form
 from esper.growth.analysis.host_layers import (
-    SIZED_TENSORS,
+    COUPLING,
+    NORMS,
     is_layer,
     kernel_of,
-    kind_of,
+    own_tensors,
     put_tensor,
     swap_layout,
+    unit_size,
     units_of,
-    write_norm_size,
-    write_sizes,
+    why_no_layer,
+    write_any_size,
 )
-from esper.growth.analysis.interlayer import NORMS, every_step
+from esper.growth.analysis.interlayer import UnitParameter, every_step
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.blueprints.forms import FormSeed
 from esper.growth.blueprints.geometry import Geometry
 from esper.growth.hooks import ADD, Branch
+
+TOLERANCE: Final = 1e-3
+"""Largest error of a fold, relative to the largest output; 1e-6 in float64."""
+
+
+class FoldError(Exception):
+    """Seeds cannot be folded; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +61,21 @@ class ActiveSeed:
         """The module."""
         return self.branch.seed
 
-    def norms(
-        self, host: nn.Module, names: Mapping[nn.Module, str]
-    ) -> Iterator[tuple[nn.Module, nn.Module]]:
-        """Norms between the layers of a host or its copy, and those of the seed."""
-        if isinstance(self.seed, FormSeed) and self.seed.widens:
-            own = every_step(self.seed.interlayer.children())
-            steps = zip(every_step(self.place.interlayer), own, strict=True)
-            for norm, new in steps:
-                if isinstance(norm, NORMS):
-                    yield host.get_submodule(names[norm]), new
+    def steps(self, host: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+        """Steps between the layers that have weights of their own for new units.
+
+        Yields the host's module, the name of its parameter if the step is one, and the
+        seed's step.
+        """
+        if not (isinstance(self.seed, FormSeed) and self.seed.widens):
+            return
+        own = every_step(self.seed.interlayer.children())
+        for step, new in zip(every_step(self.place.interlayer), own, strict=True):
+            if isinstance(step, UnitParameter):
+                owner, _, name = step.name.rpartition(".")
+                yield host.get_submodule(owner), name, new
+            elif unit_size(new) or is_layer(new):
+                yield step, "", new
 
 
 def why_not(one: ActiveSeed) -> str:
@@ -77,6 +92,10 @@ def why_no_merge(place: InsertionPoint, blueprint: Blueprint) -> str:
     form, at = blueprint.form, place.geometry
     if form is Form.CUSTOM:
         return "it is a module of its own"
+    if at.spans or at.beside:  # parametrized since
+        whys = why_no_layer(place.inlet), why_no_layer(place.outlet)
+        if any(whys):
+            return f"its layer {max(whys)}"
     if form is Form.WIDEN:
         return _why_no_units(place, blueprint.units(units_of(place.inlet)))
     if form not in (Form.LOW_RANK, Form.SCALE_SHIFT):
@@ -92,8 +111,9 @@ def why_no_merge(place: InsertionPoint, blueprint: Blueprint) -> str:
 
 def _why_no_units(place: InsertionPoint, units: int) -> str:
     for norm in every_step(place.interlayer):
-        if isinstance(norm, nn.LayerNorm):
-            return "LayerNorm between the layers runs over all units at once"
+        if isinstance(norm, COUPLING):
+            kind = type(norm).__name__
+            return f"{kind} between the layers runs over all units at once"
         if isinstance(norm, nn.GroupNorm):
             if not norm.affine:  # loading would not know the number of groups
                 return "GroupNorm between the layers has no weight"
@@ -108,10 +128,87 @@ def _scales_channels(norm: nn.Module, at: Geometry) -> bool:
     weight = norm._parameters.get("weight")
     if not isinstance(norm, NORMS) or weight is None:
         return False
-    last = isinstance(norm, nn.LayerNorm)
+    last = isinstance(norm, COUPLING)
     vector = len(at.outlet_shape) == 1
     along = vector or at.outlet_layout.channels_first is not last
     return along and tuple(weight.shape) == (at.outlet_width,)
+
+
+Bound = Callable[[ActiveSeed, ActiveSeed], str]
+"""Returns why the second seed cannot fold if the first one stays a branch."""
+
+
+def fold_possible(
+    living: Callable[[], Sequence[ActiveSeed]],
+    refused: Mapping[int, str],
+    bound: Bound,
+    fold: Callable[[Sequence[ActiveSeed]], str],
+) -> dict[int, str]:
+    """Fold all seeds at once, or one after the other where that fails.
+
+    Args:
+        living: Returns the seeds that are left, in order of application.
+        refused: Slots that must not be folded, and why.
+        bound: Which seeds fold together only.
+        fold: Folds some seeds completely, or returns why it changed nothing.
+
+    Returns:
+        Why seeds stay branches, by slot.
+    """
+    whys = plan(living(), refused, bound)
+    folds = [one for one in living() if one.slot not in whys]
+    if problem := fold(folds) if folds else "":
+        whys |= {one.slot: problem for one in folds}
+        groups = dict.fromkeys(
+            frozenset(one.slot for one in folds if one is first or bound(first, one))
+            for first in folds
+        )
+        for mates in groups if len(groups) > 1 else ():
+            stay = {slot: why for slot, why in whys.items() if slot not in mates}
+            stay = plan(living(), stay, bound)
+            alone = [one for one in living() if one.slot not in stay]
+            problem = fold(alone) if alone else ""
+            whys = stay | {one.slot: problem for one in alone if problem}
+    return whys
+
+
+def plan(
+    active: Sequence[ActiveSeed], refused: Mapping[int, str], bound: Bound
+) -> dict[int, str]:
+    """Why seeds stay branches, by slot; the others fold, before all branches."""
+    whys = {one.slot: refused.get(one.slot) or why_not(one) for one in active}
+    order = {one.slot: number for number, one in enumerate(active)}
+    changed = True
+    while changed:
+        changed = False
+        for stays, folds in product(active, active):
+            if whys[stays.slot] and not whys[folds.slot]:
+                earlier = order[stays.slot] < order[folds.slot]
+                why = bound(stays, folds) or _why_not_past(
+                    stays, folds, earlier=earlier
+                )
+                whys[folds.slot] = why
+                changed |= bool(why)
+    return {slot: why for slot, why in whys.items() if why}
+
+
+def _why_not_past(stays: ActiveSeed, folds: ActiveSeed, *, earlier: bool) -> str:
+    """Why a branch that stays keeps another seed from folding; empty if it does not.
+
+    `earlier` is whether the branch is applied before the other seed.
+    """
+    ours, theirs = stays.place.site, folds.place.site
+    if ours.outlet != theirs.outlet:
+        return ""
+    if ours == theirs and ours.residual:
+        return f"branch {stays.name} reads the same tensor"
+    if earlier and theirs.residual:
+        return f"it reads what branch {stays.name} adds"
+    if earlier and ours.residual:
+        return f"branch {stays.name} reads the tensor before it"
+    if earlier and stays.branch.style != ADD:
+        return f"branch {stays.name} scales the tensor before it"
+    return ""
 
 
 def linked_seeds(active: Sequence[ActiveSeed]) -> list[tuple[ActiveSeed, ActiveSeed]]:
@@ -140,28 +237,40 @@ Tensors = dict[tuple[nn.Module, str], Tensor]
 """Tensors by module and name, in float64 on the CPU, as the module stores them."""
 
 
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    """How two answers differ; empty if they agree."""
+    shapes = [[tuple(tensor.shape) for tensor in one] for one in (expected, found)]
+    if shapes[0] != shapes[1]:
+        return f"it would answer with shapes {shapes[1]} instead of {shapes[0]}"
+    for one, other in zip(expected, found, strict=True):
+        eps = torch.finfo(one.dtype).eps
+        exact = one.dtype == torch.float64
+        limit = TOLERANCE / 1000 if exact else max(TOLERANCE, 8 * eps)
+        size = one.nan_to_num().abs().max() if one.numel() else 0.0
+        if not torch.allclose(
+            one, other, rtol=0, atol=float(size) * limit, equal_nan=True
+        ):
+            gap = (one - other).abs().max() / size
+            return f"it would answer differently, by {float(gap):.1g} of the largest"
+    return ""
+
+
 def fold(
     host: nn.Module,
-    names: Mapping[nn.Module, str],
     active: Sequence[ActiveSeed],
     living: Sequence[ActiveSeed] = (),
 ) -> None:
-    """Fold the values of seeds into their host or a copy of it; see `folded`."""
-    values = folded(host, names, active, living=living)
+    """Fold the values of seeds into their host; see `folded`."""
+    values = folded(host, active, living=living)
+    before = {module: unit_size(module) for module, _ in values}
     for (module, name), value in values.items():
         put_tensor(module, name, value)
-    for one in active:
-        outlet = host.get_submodule(one.place.site.outlet)
-        for layer in (*one.place.first_layers(host).values(), outlet):
-            if kind_of(layer) is not None:
-                write_sizes(layer)
-        for norm, own in one.norms(host, names):
-            write_norm_size(norm, more=own)
+    for module, units in before.items():
+        write_any_size(module, units)
 
 
 def folded(
     host: nn.Module,
-    names: Mapping[nn.Module, str],
     active: Sequence[ActiveSeed],
     reading: Reading = VALUES,
     living: Sequence[ActiveSeed] = (),
@@ -169,8 +278,7 @@ def folded(
     """The tensors that a fold changes, with their new values.
 
     Args:
-        host: The host of the seeds, or a copy of it.
-        names: Names of the modules of the host in which the seeds were planted.
+        host: The host of the seeds.
         active: Seeds to fold, in order of application.
         reading: What to fold. Linear seeds change values only.
         living: Seeds that stay. Their weights take up the blocks between their units
@@ -178,10 +286,11 @@ def folded(
     """
     layers, at = _Layers(reading), dict[int, tuple[int, int]]()
     for site, group in groupby(active, key=lambda one: one.place.site):
-        outlet = host.get_submodule(site.outlet)
+        here = [*group]
+        outlet = here[0].place.outlet
         # Residual seeds of one place all read the tensor before any of them.
         before = layers.read(outlet) if site.residual else None
-        for one in group:
+        for one in here:
             seed = one.seed
             assert isinstance(seed, FormSeed)
             params = {key: layers.exact(value) for key, value in seed.weights.items()}
@@ -189,8 +298,8 @@ def folded(
                 firsts = one.place.first_layers(host)
                 scale = one.branch.alpha**reading.power
                 at[one.slot] = layers.widen(firsts, outlet, params, scale)
-                for norm, own in one.norms(host, names):
-                    layers.more_units(norm, own)
+                for step in one.steps(host):
+                    layers.more_units(*step)
             elif reading is VALUES:
                 layers.fold_linear(outlet, params, one.branch.alpha, before)
     for above, below in linked_seeds([*active, *living]):
@@ -200,9 +309,8 @@ def folded(
         if above.slot in at:
             block = above.branch.alpha**reading.power * block
         if above.slot in at and below.slot in at:
-            layer = host.get_submodule(below.place.site.inlet)
             corner = at[below.slot][0], at[above.slot][1]
-            layers.put_block(layer, block, corner)
+            layers.put_block(below.place.inlet, block, corner)
         elif above.slot in at:
             layers.more_inputs(below.seed.weights, block)
         elif below.slot in at:
@@ -283,12 +391,16 @@ class _Layers:
         self._write(outlet, "weight", torch.cat([weight, columns], dim=1))
         return row, weight.shape[1]
 
-    def more_units(self, norm: nn.Module, own: nn.Module) -> None:
-        """Append the seed's own norm to the host's."""
-        for name in SIZED_TENSORS:
-            if getattr(norm, name, None) is not None:
-                parts = self._stored(norm, name), self.exact(getattr(own, name))
-                self._write(norm, name, torch.cat(parts))
+    def more_units(self, module: nn.Module, name: str, own: nn.Module) -> None:
+        """Append the seed's own step to the host's: the direct sum of both."""
+        for key, tensor in own_tensors(own).items():
+            held, new = self._stored(module, name or key), self.exact(tensor)
+            if is_layer(own) and key == "weight":
+                held, new = swap_layout(own, held), swap_layout(own, new)
+                wide = self._blank(held, len(held), *new.shape[1:])
+                low = self._blank(new, len(new), *held.shape[1:])
+                held, new = torch.cat([held, wide], 1), torch.cat([low, new], 1)
+            self._write(module, name or key, torch.cat([held, new]))
 
     def put_block(
         self, layer: nn.Module, block: Tensor, corner: tuple[int, int]

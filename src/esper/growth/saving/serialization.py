@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from esper.contracts.errors import InvalidInputError
 from esper.files import MAX_BYTES, Disk, pack, publish, read_safetensors
+from esper.growth.analysis.config_fields import follow_sizes, shapes_of
 from esper.growth.analysis.host_layers import fit_sizes, is_layer
 from esper.growth.analysis.interlayer import Join, restore_interlayer, unsaved_function
 from esper.growth.analysis.slots import InsertionPoint, layer_facts, parse_slot
@@ -32,6 +33,7 @@ from esper.growth.seed_modules import (
     SeedModules,
     all_or_nothing,
     grown_part,
+    host_parameters,
     restore_tensors,
     uninterrupted,
 )
@@ -74,6 +76,7 @@ def rebuild(host: nn.Module, state_dict: Mapping[str, Any]) -> nn.Module:
             if not grown:
                 check_tensors(host, nn.ModuleDict(), state_dict, "")
             host.load_state_dict(state_dict)  # builds the seeds too
+    follow_sizes(host, shapes_of(host_parameters(host)))
     return host
 
 
@@ -166,7 +169,7 @@ def _saved_place(
         # Modules between the layers of a place without seeds do not affect the output.
         unsaved = not used and unsaved_function(saved.interlayer)
         interlayer = () if unsaved else restore_interlayer(saved.interlayer, modules)
-        joins = [module.layer for module in interlayer if isinstance(module, Join)]
+        joins = [m.layer for m in interlayer if isinstance(m, Join) and m.layer]
         known = {} if unsaved else layer_facts(site, modules, "".join(joins[:1]))
         layers = all(is_layer(modules[end]) for end in (site.inlet, site.outlet))
         at = saved.geometry

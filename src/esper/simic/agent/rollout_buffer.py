@@ -238,7 +238,7 @@ class TamiyoRolloutBuffer:
                 f"spec must be an ActionSpec, got {type(spec).__name__}. Pass the "
                 "policy's spec."
             )
-        self.device = device = usable_device(device)
+        self.device = device = usable_device(device, has_values=False)
         self.num_envs, self.max_steps, self.spec = num_envs, max_steps, spec
         self.state_shape = tuple(state_shape)
         self.gamma, self.gae_lambda = float(gamma), float(gae_lambda)
@@ -516,7 +516,8 @@ class TamiyoRolloutBuffer:
                 "the advantages are missing. Call compute_advantages_and_returns() "
                 "first."
             )
-        device, length = usable_device(device), self._longest()
+        device = usable_device(device, has_values=False)
+        length = self._longest()
         valid = (self._steps[:length] < self._counts[:, None]).to(device)
         padding = not self._is_level
 

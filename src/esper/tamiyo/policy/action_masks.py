@@ -78,7 +78,8 @@ def compute_batch_masks(
         raise InvalidInputError(
             f"slot_config must be a SlotConfig, got {type(slot_config).__name__}."
         )
-    spec, where = _whole_spec(slot_config), usable_device(device)
+    spec = _whole_spec(slot_config)
+    where = usable_device(device, has_values=False)
     slots = _from_rows(batch_slot_states, slot_config.max_slots)
     stage, age, settled = (value.to(where) for value in slots)
     kinds = len(spec.blueprints)
