@@ -107,6 +107,19 @@ COLUMNS: Final = {
   training_macs REAL,            -- multiply-adds that its training took
   seconds REAL,                  -- of its training, per host
   panicked INTEGER""",
+    "layers": """
+  step INTEGER NOT NULL, env INTEGER NOT NULL, task TEXT NOT NULL,
+  episode INTEGER NOT NULL,
+  layer INTEGER NOT NULL,        -- position in the network, from 0
+  name TEXT NOT NULL,
+  width INTEGER NOT NULL         -- units from this decision on""",
+    "decisions": """
+  step INTEGER NOT NULL, env INTEGER NOT NULL, task TEXT NOT NULL,
+  episode INTEGER NOT NULL,
+  action TEXT NOT NULL,          -- in words
+  value REAL,                    -- return that the controller expected
+  features TEXT,                 -- what the controller saw, as JSON
+  heads TEXT                     -- probabilities of each head, as JSON""",
     "notes": """
   kind TEXT NOT NULL,            -- one word, such as dropped or gap
   text TEXT NOT NULL""",
