@@ -259,7 +259,7 @@ def test_a_size_is_chosen_once_for_all_layers_after_two_decisions():
     taken = play(ScheduledByRent(SPEC), episode, SPEC)[:, 0]
     planted = taken[:, 0] == Op.GERMINATE
     assert planted.tolist() == [False, False, True, True, False]
-    assert [named(action) for action in taken[planted]] == ["widen_x4"] * 2
+    assert [named(action) for action in taken[planted]] == ["widen_x2"] * 2
     assert (taken[planted, HEAD["slot"]] % 2).tolist() == [0, 1]
 
 

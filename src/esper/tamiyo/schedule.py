@@ -276,13 +276,13 @@ class ScheduledByRent(Scheduled):
         first = torch.arange(place.shape[1], device=place.device) == place
         fits = offers.fits & first[:, :, None]
         costs = torch.where(fits, offers.parameters, 0.0).sum(dim=1)  # [env, blueprint]
-        added = torch.where(wanted, costs[:, None], 0.0).amax(dim=2)  # [env, plan]
+        there = wanted & fits.any(dim=1)[:, None]  # [env, plan, blueprint]
+        added = torch.where(there, costs[:, None], torch.inf).amin(dim=2)
         # Weights between two layers that both grow are counted once as inputs and once
         # as outputs; the sum of all layers exceeds the host by them.
         between = (added - shares).clamp(min=0.0)
         added = added + torch.where(shares > 0.0, between * shares, 0.0)
-        fitting = (fits.any(dim=1)[:, None] & wanted).any(dim=2)
-        possible = fitting & (added <= host.budget_left[:, None])
+        possible = (added <= host.budget_left[:, None]) & (added < torch.inf)
         units = torch.where(slots.units > 0.0, slots.units, torch.inf).amin(dim=1)
         units = torch.where(units < torch.inf, units, 0.0)
         gain = gains * (NARROW**2 / (NARROW**2 + units**2))[:, None]
