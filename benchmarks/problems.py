@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks import timing
 from benchmarks.timing import Report
+from esper.evaluation.statistics import mean_interval
 from esper.grower import Grower
 from esper.tasks.data import split
 from esper.tasks.datasets import letter, mnist5k
@@ -137,7 +138,7 @@ def run(seeds: int = SEEDS, controllers: str = "early") -> Report:
     for name in problems(0):
         sides = {f"static x{by}": (by, "") for by in WIDTHS}
         grown = {f"grown, {name}": (1, name) for name in controllers.split(",")}
-        means = {}
+        means, scores = {}, {}
         for side, (by, controller) in (sides | grown).items():
             found = np.array(
                 [
@@ -146,6 +147,7 @@ def run(seeds: int = SEEDS, controllers: str = "early") -> Report:
                 ]
             )
             score, size, took = means[side] = found.mean(axis=0)
+            scores[side] = found[:, 0]
             low, high = found[:, 0].min(), found[:, 0].max()
             report.add(
                 name, side, *map(float, (score, low, high)), int(size), float(took)
@@ -154,4 +156,8 @@ def run(seeds: int = SEEDS, controllers: str = "early") -> Report:
         for side in grown:
             gap = means[side][0] - best
             report.notes.append(f"{name}: {side}, less the best static {gap:+.2f}")
+        first, *others = grown
+        for side in others:
+            gain = mean_interval(scores[side] - scores[first])
+            report.notes.append(f"{name}: {side}, less {first} {gain:+.2f}")
     return report

@@ -87,16 +87,16 @@ UNKNOWN_END: Final = Schedule(count=1, start=7.0, scale="octaves")
 up to the rent `UNKNOWN_END_RENT`. Above it nothing grows."""
 UNKNOWN_END_RENT: Final = 0.0113
 GAINS: Final[Mapping[str, float]] = {
-    "widen_x1.25": 0.12,
-    "widen_x1.5": 0.16,
-    "widen_x2": 0.25,
-    "widen_x4": 0.34,
+    "widen_x1.25": 0.10,
+    "widen_x1.5": 0.14,
+    "widen_x2": 0.21,
+    "widen_x4": 0.29,
 }
 """Share of the errors that widening every narrow layer removes; with `NARROW` and
 `ERROR` from `python -m research controller_trial`."""
-NARROW: Final = 8.0
+NARROW: Final = 12.0
 """Units at which half of these gains is left."""
-ERROR: Final = (0.51, 1.09)
+ERROR: Final = (0.49, 1.06)
 """Factor and exponent: the error at the end, expected from that at `CHOICE_TIME`."""
 CHOICE_TIME: Final = 0.06
 """Share of the horizon after which a size is chosen: decision 2 of 20 to 33."""
