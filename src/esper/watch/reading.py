@@ -32,6 +32,10 @@ MAX_POINTS: Final = 600
 """Maximum number of points of a curve."""
 TAIL: Final = 20_000
 """Number of newest rows that hosts, widths and lanes are read from."""
+ROWS: Final = 4_000
+"""Maximum number of rows of each kind from one episode."""
+MAX_VALUE: Final = 1 << 18
+"""Maximum size of one row in bytes; the writer cuts texts at 10,000 characters."""
 SECONDS: Final = 5.0
 """Time limit of one query."""
 
@@ -170,7 +174,10 @@ class HostState:
     task: str
     env: int
     episode: int
+    began: int
+    """The first of its decisions that is known."""
     step: int
+    """The newest of them."""
     score: float | None
     loss: float | None
     added: float | None
@@ -181,6 +188,8 @@ class HostState:
     """Its return, once it is over."""
     slots: tuple[SlotState, ...]
     """Slots in which something happened in this episode; others are empty."""
+    lanes: tuple["LaneSpan", ...]
+    """Stages of all seeds of this episode, in order of slot and time."""
     layers: tuple[LayerWidth, ...]
     """Present widths; empty if they are not recorded."""
 
@@ -319,6 +328,7 @@ class RunReader:
         self.name, self.kind = path.name, self._run.kind
         store = path / STORE
         self._db = open_store(store, self._run.id, seconds=SECONDS)
+        self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE)
         self._file = os.stat(store)
 
     def close(self) -> None:
@@ -474,59 +484,60 @@ class RunReader:
 
     def hosts(self) -> list[HostState]:
         """Every environment in its newest episode, by task and environment."""
-        newest = f"ORDER BY attempt DESC, seq DESC LIMIT {TAIL}"
-        steps: dict[tuple[str, int], tuple[Any, ...]] = {}
-        for row in self._all(
-            "SELECT task, env, episode, step, score, loss, added, budget_left, nans "
-            f"FROM live_steps {newest}"
-        ):
-            steps.setdefault(row[:2], row)
-        ends: dict[tuple[str, int], tuple[Any, ...]] = {}
-        for row in self._all(
-            'SELECT task, env, episode, step, "return", score, added, nans '
-            f"FROM live_episodes {newest}"
-        ):
-            ends.setdefault(row[:2], row)
+        steps = self._newest(
+            "task, env, episode, step, score, loss, added, budget_left, nans",
+            "live_steps",
+        )
+        ends = self._newest('task, env, episode, step, "return", nans', "live_episodes")
         events: dict[tuple[str, int], list[EventRow]] = {}
         for event in reversed(self.events(TAIL)):
             events.setdefault((event.task, event.env), []).append(event)
-        found = []
-        layers = self._newest_layers()
+        layers, found = self._newest_layers(), []
         for host in sorted({*steps, *ends, *events, *layers}):
-            step, end, own = steps.get(host), ends.get(host), events.get(host, [])
-            episodes = [row[2] for row in (step, end) if row is not None]
-            episodes += [own[-1].episode] if own else []
-            episodes += [layers[host][0]] if host in layers else []
-            episode = max(episodes)
-            now = step if step is not None and step[2] == episode else None
-            over = end if end is not None and end[2] == episode else None
+            episode = max(
+                [row[2] for row in (*steps.get(host, ()), *ends.get(host, ()))]
+                + [event.episode for event in events.get(host, ())[-1:]]
+                + [layers[host][0] for _ in range(host in layers)]
+            )
+            own = [each for each in events.get(host, ()) if each.episode == episode]
+            seen = [row for row in steps.get(host, ()) if row[2] == episode]
+            over = [row for row in ends.get(host, ()) if row[2] == episode]
+            known = [row[3] for row in (*seen, *over)] + [each.step for each in own]
+            names = ("score", "loss", "added", "budget_left")
+            now = _marked(seen[0][8], names, seen[0][4:8]) if seen else (None,) * 4
+            end = over[0] if over else None
             slots = {
-                event.slot: SlotState(
-                    event.slot, event.stage_to, event.blueprint, event.alpha
+                each.slot: SlotState(
+                    each.slot, each.stage_to, each.blueprint, each.alpha
                 )
-                for event in own
-                if event.episode == episode
+                for each in own
             }
             shown = layers.get(host, (0, ()))
-            last = [row[3] for row in (now, over) if row] + [
-                event.step for event in own if event.episode == episode
-            ]
-            returns = _marked(over[7], ("return",), over[4:5])[0] if over else None
-            names = ("score", "loss", "added", "budget_left")
-            seen = _marked(now[8], names, now[4:8]) if now else (None,) * 4
             found.append(
                 HostState(
                     task=host[0],
                     env=host[1],
                     episode=episode,
-                    step=max(last, default=0),
-                    **dict(zip(names, seen, strict=True)),
-                    ended=over is not None,
-                    returns=returns,
+                    began=min(known, default=0),
+                    step=max(known, default=0),
+                    **dict(zip(names, now, strict=True)),
+                    ended=end is not None,
+                    returns=_marked(end[5], ("return",), end[4:5])[0] if end else None,
                     slots=tuple(slots[slot] for slot in sorted(slots)),
+                    lanes=tuple(_spans(own, end[3] if end else None)),
                     layers=shown[1] if shown[0] == episode else (),
                 )
             )
+        return found
+
+    def _newest(
+        self, columns: str, table: str
+    ) -> dict[tuple[str, int], list[tuple[Any, ...]]]:
+        """The newest rows of each environment, the newest first."""
+        found: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
+        sql = f"SELECT {columns} FROM {table} ORDER BY attempt DESC, seq DESC"
+        for row in self._all(f"{sql} LIMIT {TAIL}"):
+            found.setdefault((row[0], row[1]), []).append(row)
         return found
 
     def _newest_layers(
@@ -565,20 +576,7 @@ class RunReader:
             "SELECT step FROM live_episodes WHERE task = ? AND env = ? AND episode = ?",
             *(task, env, episode),
         )
-        slots: dict[int, list[EventRow]] = {}
-        for event in events:
-            if event.stage_from != event.stage_to:
-                slots.setdefault(event.slot, []).append(event)
-        found = []
-        for slot in sorted(slots):
-            own = slots[slot]
-            stops = [*(each.step for each in own[1:]), ends[0][0] if ends else None]
-            found += [
-                LaneSpan(slot, each.blueprint, each.stage_to, each.step, stop)
-                for each, stop in zip(own, stops, strict=True)
-                if each.stage_to != "DORMANT"
-            ]
-        return found
+        return _spans(events, ends[0][0] if ends else None)
 
     def steps(self, task: str, env: int, episode: int) -> list[StepRow]:
         """Score and loss of one episode, decision by decision."""
@@ -602,7 +600,7 @@ class RunReader:
         self, kind: type[T], table: str, task: str, env: int, episode: int
     ) -> list[T]:
         where = "task = ? AND env = ? AND episode = ? ORDER BY attempt, seq"
-        return self._rows(kind, table, f"{where} LIMIT {TAIL}", task, env, episode)
+        return self._rows(kind, table, f"{where} LIMIT {ROWS}", task, env, episode)
 
     def _count(self, table: str) -> tuple[int, int]:
         """Number of rows and highest round."""
@@ -630,9 +628,25 @@ def _marked(
     nans: str | None, names: Sequence[str], values: Sequence[Any]
 ) -> tuple[Any, ...]:
     """The first values of a row, with NaN where its marks name the column."""
-    marks = nans.split() if nans else ()
+    if not nans:
+        return tuple(values[: len(names)])
+    marks = nans.split()
     pairs = zip(names, values, strict=False)
     return tuple(nan if name in marks else value for name, value in pairs)
+
+
+def _spans(events: Sequence[EventRow], end: int | None) -> list[LaneSpan]:
+    """Stages between events of one episode; `end` is its last decision."""
+    slots: dict[int, list[EventRow]] = {}
+    for event in events:
+        if event.stage_from != event.stage_to:
+            slots.setdefault(event.slot, []).append(event)
+    return [
+        LaneSpan(slot, each.blueprint, each.stage_to, each.step, stop)
+        for slot, own in sorted(slots.items())
+        for each, stop in zip(own, [*(x.step for x in own[1:]), end], strict=True)
+        if each.stage_to != "DORMANT"
+    ]
 
 
 def _bin(last: int) -> str:
