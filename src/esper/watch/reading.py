@@ -348,6 +348,16 @@ class RunReader:
         except OSError:
             return True
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All queries in the block see the same state of the store."""
+        self._all("BEGIN")
+        try:
+            yield
+        finally:
+            if self._db.in_transaction:
+                self._all("COMMIT")
+
     def version(self) -> int:
         """A number that changes when another process has written the store."""
         return int(self._all("PRAGMA data_version")[0][0])
@@ -427,8 +437,14 @@ class RunReader:
         sql = f"SELECT {', '.join(parts)} FROM live_rounds GROUP BY {_bin(last)}"
         return [RoundRow(*row) for row in self._all(f"{sql} ORDER BY 3")]
 
-    def heads(self) -> list[HeadRow]:
-        """Every head over the rounds, at most `MAX_POINTS` rows per head."""
+    def heads(self, after: tuple[int, int] | None = None) -> list[HeadRow]:
+        """Every head over the rounds, at most `MAX_POINTS` rows per head.
+
+        With `after`, the rows behind it.
+        """
+        if after is not None:
+            behind = f"(attempt, seq) > (?, ?) ORDER BY attempt, seq LIMIT {TAIL}"
+            return self._rows(HeadRow, "live_heads", behind, *after)
         _, last = self._count("live_rounds")
         sql = (
             "SELECT max(round), head, avg(entropy), avg(kl), avg(openness) "
@@ -436,14 +452,18 @@ class RunReader:
         )
         return [HeadRow(*row) for row in self._all(sql)]
 
-    def evaluations(self, stage: str = "validation") -> list[EvaluationPoint]:
-        """Mean results by round, task and controller."""
+    def evaluations(
+        self, after: tuple[int, int] | None = None, stage: str = "validation"
+    ) -> list[EvaluationPoint]:
+        """Mean results by round, task and controller; with `after`, the newer ones."""
         sql = (
             'SELECT stage, round, task, controller, count(*), avg("return"), avg(score)'
-            " FROM live_evaluations WHERE stage = ? GROUP BY round, task, controller "
-            f"ORDER BY round, task, controller LIMIT {TAIL}"
+            " FROM live_evaluations WHERE stage = ? AND (attempt, seq) > (?, ?) "
+            "GROUP BY round, task, controller ORDER BY round, task, controller "
+            f"LIMIT {TAIL}"
         )
-        return [EvaluationPoint(*row) for row in self._all(sql, stage)]
+        found = self._all(sql, stage, *(after or (0, 0)))
+        return [EvaluationPoint(*row) for row in found]
 
     def comparison(self) -> list[ArmInterval]:
         """Controllers on the test hosts, or on the hosts that there are."""
@@ -569,9 +589,13 @@ class RunReader:
         }
         return (min(found), max(found)) if found else (0, 0)
 
+    def events_of(self, task: str, env: int, episode: int) -> list[EventRow]:
+        """The events of one episode in order."""
+        return self._of_episode(EventRow, "live_events", task, env, episode)
+
     def lanes(self, task: str, env: int, episode: int) -> list[LaneSpan]:
         """Stages of all seeds of one episode, in order of slot and time."""
-        events = self._of_episode(EventRow, "live_events", task, env, episode)
+        events = self.events_of(task, env, episode)
         ends = self._all(
             "SELECT step FROM live_episodes WHERE task = ? AND env = ? AND episode = ?",
             *(task, env, episode),
