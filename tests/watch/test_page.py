@@ -18,7 +18,7 @@ from tests.watch.serving import TASK, fill, serving, shown_run
 AXE = Path(__file__).with_name("axe.min.js")
 VIEWS = ("runs", "learning", "hosts", "comparison")
 NEWEST = "FROM live_rounds ORDER BY round DESC"
-WAIT = 90_000
+WAIT = 60_000
 """Milliseconds to wait for a training on a busy machine."""
 
 
@@ -58,7 +58,7 @@ def see(page, server, name, view, **more):
 
 def until(page, name, value):
     """Wait until a fact of the view of learning is this text."""
-    page.wait_for_selector(f"dd[data-fact='{name}']:text-is('{value}')")
+    page.wait_for_selector(f"dd[data-fact='{name}'] :text-is('{value}')")
 
 
 def fact(page, name):
@@ -89,7 +89,7 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
     path = root / "fern"
     page, errors = visit(browser)
     with serving(root) as server:
-        page.goto(server.address)
+        page.goto(f"{server.address}#view=runs")
         page.wait_for_selector("text=There are no runs in this folder.")
         rounds = ("--budget.rounds=12", "--checkpoint.every=4", "--evaluation.every=6")
         training = start("train", *SMALL, *rounds, f"--runs={root}", "--name=fern")
@@ -98,7 +98,7 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
         # Rows are seen before any checkpoint asks for them.
-        page.wait_for_selector("dd[data-fact=round]:text-matches('^[2-9]|^1.')")
+        page.wait_for_selector("dd[data-fact=round] :text-matches('^[2-9]|^1.')")
         assert page.inner_text("#state") == "running"
         os.kill(training.pid, signal.SIGKILL)
         training.wait()
