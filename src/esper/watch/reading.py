@@ -28,7 +28,7 @@ from esper.runs.settings import parse_toml
 
 MAX_RUNS: Final = 1_000
 """Maximum number of runs that are listed, the newest names first."""
-MAX_POINTS: Final = 600
+MAX_POINTS: Final = 400
 """Maximum number of points of a curve."""
 TAIL: Final = 20_000
 """Number of newest rows that hosts, widths and lanes are read from."""

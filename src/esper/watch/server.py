@@ -8,7 +8,14 @@ it. All queries run in one thread. Text from runs reaches the page as JSON only.
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass
 from functools import partial
@@ -33,7 +40,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from esper.contracts.errors import EsperError, InvalidInputError
 from esper.contracts.messages import one_line
-from esper.watch.reading import MAX_POINTS, RunReader, find_by_id, list_runs
+from esper.watch.reading import MAX_POINTS, HeadRow, RunReader, find_by_id, list_runs
 
 ADDRESS: Final = "127.0.0.1"
 POLL: Final = 0.5
@@ -60,6 +67,7 @@ HEADERS: Final = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+UNPLOTTED: Final = ("attempt", "seq", "steps_planned", "steps_taken", "policy_loss")
 T = TypeVar("T")
 Position = tuple[int, int]
 """Attempt and seq of a row."""
@@ -146,22 +154,35 @@ class Runs:
 
     def close(self) -> None:
         """Close all stores."""
-        self._thread.submit(
-            lambda: [reader.close() for reader in self._readers.values()]
-        )
-        self._thread.shutdown(cancel_futures=False)
+        for reader in self._readers.values():
+            self._thread.submit(reader.close)
+        self._thread.shutdown()
 
 
-def columns(rows: Sequence[Any]) -> dict[str, list[Any]]:
+def columns(rows: Sequence[Any], without: Collection[str] = ()) -> dict[str, list[Any]]:
     """Records as one list per field."""
     names = [field.name for field in fields(rows[0])] if rows else []
-    return {name: [getattr(row, name) for row in rows] for name in names}
+    return {
+        name: [getattr(row, name) for row in rows]
+        for name in names
+        if name not in without
+    }
+
+
+def by_head(rows: Sequence[HeadRow]) -> dict[str, dict[str, list[Any]]]:
+    """Rounds and entropies of each head."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for row in rows:
+        head = found.setdefault(row.head, {"round": [], "entropy": []})
+        head["round"].append(row.round)
+        head["entropy"].append(row.entropy)
+    return found
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401
     """Values for JSON: null is not measured, and "nan", "inf", "-inf" are strings."""
     if isinstance(value, float):
-        return float(f"{value:.7g}") if isfinite(value) else str(value)
+        return float(f"{value:.6g}") if isfinite(value) else str(value)
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -185,8 +206,8 @@ def learning(run: RunReader, after: tuple[int, int] | None = None) -> dict[str, 
         return {
             "state": run.state,
             "overview": run.overview(),
-            "rounds": columns(run.rounds(after)),
-            "heads": columns(run.heads(after)),
+            "rounds": columns(run.rounds(after), without=UNPLOTTED),
+            "heads": by_head(run.heads(after)),
             "validation": columns(run.evaluations(after)),
             "notes": run.notes(),
             "events": run.events(),

@@ -93,7 +93,7 @@ async function showLearning(run) {
       const { rounds, heads, validation, overview } = data;
       const xs = rounds.env_steps ?? [];
       LEARNING.forEach(([, name], at) => charts[at].update(xs.length ? [{ name: "", xs, ys: rounds[name] }] : []));
-      entropy.update(split(heads, (at) => heads.head[at], "entropy", rounds));
+      entropy.update(Object.entries(heads).slice(0, 16).flatMap(([head, table]) => split(table, () => head, "entropy", rounds)));
       const arms = (at) => `${validation.controller[at]} ${validation.task[at]}`;
       tested.update(split(validation, arms, "mean_return", rounds));
       scored.update(split(validation, arms, "mean_score", rounds));
@@ -225,7 +225,8 @@ function take(message) {
   const known = data.overview.position;
   if (message.reset || known[0] !== position[0] || (data.rounds.round?.length ?? 0) > MOST_POINTS) return reload();
   if (known[1] < position[1]) {
-    for (const name of ["rounds", "heads", "validation"]) append(data[name], message[name]);
+    for (const name of ["rounds", "validation"]) append(data[name], message[name]);
+    for (const [head, more] of Object.entries(message.heads)) append(data.heads[head] ??= {}, more);
     Object.assign(data, { overview: message.overview, notes: message.notes, events: message.events });
     data.draw();
   } else data.overview = message.overview;
