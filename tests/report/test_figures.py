@@ -218,7 +218,8 @@ def test_figures_need_no_display_and_change_nothing_for_others(tmp_path):
         "import matplotlib; before = matplotlib.rcParams.copy()\n"
         "trained().grower.plot().savefig(sys.argv[1])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert all(before[k] == matplotlib.rcParams[k] for k in before if k != 'backend')\n"
+        "now = matplotlib.rcParams\n"
+        "assert all(before[k] == now[k] for k in before if k != 'backend')\n"
     )
     file = tmp_path / "grown.png"
     subprocess.run([sys.executable, "-c", script, str(file)], check=True)

@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from numpy import array_split
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -72,9 +71,9 @@ def watch(run: Path, once: bool = False) -> None:
         return
     before = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:  # Ctrl-C must not leave the terminal on another screen
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with console.screen() as screen:
             for shown in _pictures(run, console, stop):
-                live.update(shown, refresh=True)
+                screen.update(shown)
     finally:
         signal.signal(signal.SIGINT, before)
 
