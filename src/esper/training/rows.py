@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.devices import map_tensors
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import NEXT_STAGE, Stage
+from esper.contracts.stages import NEXT_STAGE, STAGE_EVENTS, Stage
 from esper.contracts.world import Observation, VectorWorld
 from esper.environment.growing import GrowingWorld
 from esper.growth.actions import action_text
@@ -33,20 +33,9 @@ EVENTS: Final = (
 )
 """Kinds of events; `aimed`: another alpha target; `jumped`: any other change."""
 
-_GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-_NAMED: Final = {
-    **{(Stage.DORMANT, stage): "planted" for stage in _GROWING},
-    (Stage.TRAINING, Stage.BLENDING): "blending",
-    (Stage.TRAINING, Stage.HOLDING): "holding",
-    (Stage.BLENDING, Stage.HOLDING): "holding",
-    (Stage.HOLDING, Stage.FOSSILIZED): "kept",
-    (Stage.COOLING, Stage.DORMANT): "cleared",
-    **{(stage, Stage.COOLING): "pruned" for stage in _GROWING},
-    **{(stage, Stage.DORMANT): "pruned" for stage in _GROWING},
-}
 EVENT_OF: Final = torch.tensor(
     [
-        [EVENTS.index(_NAMED.get((before, after), "jumped")) for after in Stage]
+        [EVENTS.index(STAGE_EVENTS.get((before, after), "jumped")) for after in Stage]
         for before in Stage
     ]
 )
