@@ -92,7 +92,9 @@ class GrowthFolder:
         ((seconds,),) = store.fetch("SELECT ifnull(max(seconds), 0) FROM live_rounds")
         self._began = time.monotonic() - seconds
         by_time = "ORDER BY attempt, seq"
-        self._widths = dict(store.fetch(f"SELECT name, width FROM live_layers {by_time}"))
+        self._widths = dict(
+            store.fetch(f"SELECT name, width FROM live_layers {by_time}")
+        )
         self._blueprints = dict(
             store.fetch(
                 "SELECT slot, blueprint FROM live_events WHERE what = 'planted' "

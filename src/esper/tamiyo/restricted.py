@@ -20,7 +20,6 @@ from esper.contracts.world import (
     ControllerState,
     Observation,
 )
-
 from esper.simic.agent.distribution import Decision
 
 BLUEPRINT: Final = HEAD["blueprint"]
