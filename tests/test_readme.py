@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from torch import nn
 
 from esper.contracts import actions, blueprints
@@ -24,7 +26,7 @@ def examples(page: str = "README.md") -> list[str]:
 
 def run(example: str, known: Mapping[str, object] = EMPTY) -> dict[str, object]:
     names: dict[str, object] = {**known}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, "snippet", "exec"), names)
     return names
 
 
@@ -87,10 +89,43 @@ def test_both_sides_of_a_migration_run_as_they_stand(library, tmp_path, monkeypa
     assert names["model"].settings.rollout_steps == 128
 
 
-def test_the_encoder_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
+class Workbench(gymnasium.Env):
+    """Two steps with actions of some space."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        return np.zeros(1, np.float32), 0.0, self.time == 2, False, {}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Stable-Baselines3
+def test_the_snippets_about_agents_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (text,) = [text for text in examples("docs/ppo.md") if "def encoder" in text]
-    assert run(text)["agent"].env_steps >= 2_000
+    env = gymnasium.make("CartPole-v1")
+    tools = spaces.MultiDiscrete([3, 2, 2])
+    angles = spaces.Dict(tool=spaces.Discrete(3), angle=spaces.Box(0.0, 90.0, (1,)))
+    known = {"make_env": MaskedCart, "env": env, "obs": env.reset(seed=0)[0]}
+    known["mask"] = np.array([True, False])
+    known["make_tools"] = partial(Workbench, tools)
+    known["make_angles"] = partial(Workbench, angles)
+    names = {}
+    for text in examples("docs/ppo.md"):
+        shorter = re.sub(r"learn\([0-9_]+", "learn(128", text)
+        names = run(shorter, {**names, **known})
+        if "def encoder" in text:
+            assert names["agent"].env_steps == 2048
+    assert names["action_space"] == angles
+    assert np.isfinite(names["evaluate"].best)
+    assert (tmp_path / "runs" / "mine" / "agent.safetensors").exists()
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):
