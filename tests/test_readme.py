@@ -12,6 +12,7 @@ from gymnasium import spaces
 from torch import nn
 
 from esper.contracts import actions, blueprints
+from esper.growth.blueprints.registry import forget
 
 pytestmark = pytest.mark.learns  # at their own size, as fast as for a user
 
@@ -55,6 +56,21 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     assert type(lightning["grown"]) is type(lightning["module"])
     assert lightning["grown"].net[0].out_features > 4
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
+
+
+def test_the_snippets_about_growing_run_in_their_order(capsys):
+    names = {}
+    try:
+        for text in examples("docs/growing.md"):
+            names = run(text, names)
+            if "export()" in text:
+                assert names["grown"][0].out_features > 8
+                assert names["accuracy"] > 0.7
+    finally:
+        forget("my_block")
+    assert "Linear(in_features=64, out_features=24" in capsys.readouterr().out
+    assert len(names["larger"].h) == 8
+    assert names["larger"].h[0].up.out_features == 64
 
 
 class MaskedCart(gymnasium.Wrapper):
