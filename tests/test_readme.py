@@ -145,16 +145,17 @@ def test_the_snippets_about_agents_run_in_their_order(tmp_path, monkeypatch):
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):
-    blueprint, head, narrowed, controller, world, loop = examples("docs/howto.md")
+    page = examples("docs/howto.md")
+    blueprint, head, narrowed, controller, world, loop, *_ = page
     run(blueprint, vars(blueprints))  # lines for tables: they need names of those
     run(head, vars(actions))
     assert len(run(narrowed)["spec"].narrowed["style"]) == 1
     run(controller)
     assert "PlantFirst: " in capsys.readouterr().out
-    run(world)
+    names = run(world)
     said = capsys.readouterr().out
     assert float(said.split()[1].strip(",")) > 0.9
-    run(loop)
+    run(loop, names)
     kl = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(kl) == 3
     assert all(0 <= each < 0.1 for each in kl)
