@@ -6,11 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import gymnasium
+import lightning.pytorch as lightning
 import numpy as np
 import pytest
+import torch
+import transformers
 from gymnasium import spaces
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import esper
 from esper.contracts import actions, blueprints
 from esper.growth.blueprints.registry import forget
 
@@ -47,14 +52,52 @@ def test_the_agent_of_the_readme_learns(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "agent.safetensors").exists()
 
 
+class Counting(Dataset):
+    """Sequences of successive numbers."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = (torch.arange(8) + index) % 32
+        return {"input_ids": ids, "labels": ids}
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, index):
+        self.log("val_acc", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    hugging_face, lightning, sklearn = map(run, examples("docs/frameworks.md"))
-    assert type(hugging_face["grown"]) is type(hugging_face["model"])
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8
+    )
+    gpt, x = transformers.GPT2LMHeadModel(config), torch.randn(256, 8)
+    loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=32)
+    known = (
+        {"model": gpt, "train_dataset": Counting(), "eval_dataset": Counting()},
+        {"module": Classifier(), "loader": loader, "x": x},
+        EMPTY,
+    )
+    hugging_face, lit, sklearn = map(run, examples("docs/frameworks.md"), known)
     assert hugging_face["grown"].config.n_inner > 64
-    assert type(lightning["grown"]) is type(lightning["module"])
-    assert lightning["grown"].net[0].out_features > 4
+    assert type(lit["grown"]) is Classifier
+    assert lit["grown"].net[0].out_features > 4
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
 
 
@@ -71,6 +114,18 @@ def test_the_snippets_about_growing_run_in_their_order(capsys):
     assert "Linear(in_features=16, out_features=28" in capsys.readouterr().out
     assert len(names["larger"].h) == 8
     assert names["larger"].h[0].up.out_features == 64
+
+
+def test_the_snippets_about_the_shipped_controller_run(capsys):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"esper": esper, "model": model, "optimizer": optimizer, "epochs": 3}
+    names["x"] = torch.randn(8, 4)
+    use, facts = examples("docs/tamiyo.md")
+    grower = run(use, names)["grower"]
+    assert grower.decisions == 3
+    run(facts)
+    assert "widen_x2" in capsys.readouterr().out
 
 
 class MaskedCart(gymnasium.Wrapper):
