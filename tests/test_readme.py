@@ -251,3 +251,17 @@ def test_the_front_page_is_short_and_its_returns_are_those_of_the_ledgers():
             assert numbers(cell)[0] == pytest.approx(figure, rel=0.01, abs=5e-3), name
         took = [took for _, took in figures]
         assert numbers(seconds) == pytest.approx(took, abs=0.51), name
+
+
+def test_the_returns_of_the_guide_are_those_of_the_ledger():
+    page, trained = (ROOT / "docs" / "ppo.md").read_text("utf-8"), ledger("rl.jsonl")
+    rows = re.findall(r"^\| (.+), [\d,]+(?: steps)? \|[^|]+\|(.+)\|$", page, re.M)
+    assert {name for name, _ in rows} == {task for task, _ in trained}
+    for name, text in rows:
+        ours, took, peer, theirs, other = (cell.strip() for cell in text.split("|"))
+        told = {"esper": (ours, took)} | ({peer: (theirs, other)} if peer else {})
+        assert {side for task, side in trained if task == name} == {*told}
+        for side, cells in told.items():
+            figures = [numbers(cell)[0] for cell in cells]
+            assert figures[0] == pytest.approx(trained[name, side][0], rel=5e-3), name
+            assert figures[1] == pytest.approx(trained[name, side][1], abs=0.51), name
