@@ -182,7 +182,7 @@ def test_folders_of_other_trainings_are_refused_in_one_line(tmp_path):
         assert "\n" not in str(refused.value)
     state = grower.state_dict()
     grower.close(finished=False)
-    with pytest.raises(RunLockedError, match="has another training. Give another fol"):
+    with pytest.raises(RunLockedError, match=r"has another training\. Give another"):
         short(tmp_path / "run")
     assert len(read(tmp_path / "run")["rounds"]) == 1
     assert Run.list(tmp_path)[-1].state == "stopped"
