@@ -26,7 +26,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite, nan
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from jaxtyping import Int64
@@ -63,6 +63,8 @@ from esper.growth.optimiser import Optimizers
 from esper.growth.safety import GovernorConfig, Safety
 from esper.growth.saving.export import export
 from esper.growth.seed_modules import all_or_nothing, host_parameters, uninterrupted
+from esper.runs.growth_log import GrowthLog, GrowthSettings
+from esper.runs.sinks import Loggers, require_loggers
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
@@ -123,6 +125,9 @@ class Grower(NamedOps):
         tie_widths: Whether layers that one field of the model's config sizes, such as
             `intermediate_size` of a transformer, grow together; the config follows.
         wrapper: The `DistributedDataParallel` model, if `model` is a part of it.
+        logger: Where metrics, growth and decisions go: the folder of a run; a name such
+            as "tensorboard" or "csv:FOLDER"; an object with `log(values, step)`; or a
+            list of them. With several ranks, the first one writes.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class Grower(NamedOps):
         merge_only: bool = False,
         tie_widths: bool = True,
         wrapper: DistributedDataParallel | None = None,
+        logger: Loggers = None,
     ) -> None:
         if stop not in ENDS:
             raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
@@ -162,6 +168,7 @@ class Grower(NamedOps):
                 f"controller must be a name, a Controller or a factory, got "
                 f"{controller!r}. Use 'never' to plant by hand."
             )
+        loggers = require_loggers(logger)
         model, ranks = unwrapped(model, wrapper)
         several = isinstance(optimizer, list | tuple)
         given: list[Any] = [*optimizer] if several else [optimizer]  # type: ignore[misc]
@@ -193,6 +200,33 @@ class Grower(NamedOps):
             self.safety = Safety(self.model, governor)
             self._surgery.after_step = self._after_step
             self.model.after_load = self._after_load
+            members = self._surgery.optimizer.members
+            self._log: GrowthLog | None = None
+            settings = GrowthSettings(
+                model=type(model).__name__,
+                optimizer=", ".join(type(one).__name__ for one in members),
+                controller=(
+                    controller
+                    if isinstance(controller, str)
+                    else type(self.controller).__name__
+                ),
+                slots=self.model.slots,
+                mode=mode,
+                budget=budget,
+                decisions=None if stop == "anytime" else decisions or DEFAULT_DECISIONS,
+                rent=rent,
+                rng_seed=rng_seed,
+            )
+
+            def opened() -> float:
+                if loggers and ranks.is_first:
+                    self._log = GrowthLog(loggers, settings)
+                    finalize(self, self._log.close)
+                return float(self._log is not None)
+
+            self._is_logged = ranks.value_of_first(opened, "the logger") > 0
+            self._log_begins = self._is_logged
+            """Whether the log begins with the next batch or decision."""
         self.model.undo_steps.clear()
         if self.model.former is not None:
             self.model.former.give_up(self.model)
@@ -204,7 +238,7 @@ class Grower(NamedOps):
                 stacklevel=2,
             )
         self._budget = budget
-        self.decisions = None if stop == "anytime" else decisions or DEFAULT_DECISIONS
+        self.decisions = settings.decisions
         self.rent = rent
         if isinstance(budget, int):
             self._warn_if_too_small(budget)
@@ -217,12 +251,11 @@ class Grower(NamedOps):
                 EsperWarning,
                 stacklevel=2,
             )
-        members = self._surgery.optimizer.members
         self._settings = {
             "controller": controller if isinstance(controller, str) else "",
             "kind of controller": type(self.controller).__name__,
             "mode": mode,
-            "optimizer": ", ".join(type(one).__name__ for one in members),
+            "optimizer": settings.optimizer,
         }
         self._ranks = ranks
         self.history: list[GrowthDecision] = []
@@ -265,6 +298,11 @@ class Grower(NamedOps):
         given = self._budget
         host = self.model.first_cost.parameters
         return given if isinstance(given, float) else given / host
+
+    @property
+    def batches(self) -> int:
+        """Batches since the Grower was built, also before a resume."""
+        return (self.history[-1].batches if self.history else 0) + self._batches
 
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
         """Return the loss of one batch; call `backward` on it as usual.
@@ -338,6 +376,8 @@ class Grower(NamedOps):
                 "built. Load weights into them in place (without assign=True)."
             )
         self.safety.refuse_untrained()
+        if self._log_begins:
+            self._begin_log()
         self._warn_of_outdated_copy()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
@@ -353,7 +393,7 @@ class Grower(NamedOps):
         self.safety.remove_broken_seeds()
         macs = self.model.macs / max(self.model.first_cost.macs, 1)
         self._compute += self._batches * macs
-        self._batches = 0
+        batches, self._batches = self.batches, 0
         if not self._used_loss:
             self._skip_training()
         actions, state, why_not = self._decide(track)
@@ -377,9 +417,12 @@ class Grower(NamedOps):
                 receipts=receipts,
                 events=events,
                 incidents=tuple(self.safety.incidents),
+                batches=batches,
             )
             self.history.append(decision)
             self.model.step = len(self.history)
+            if self._log is not None:
+                self._log.add(self.history, self._losses, self.model, self.budget)
             self._ranks.from_first(self.model.buffers())
             self._ranks.refuse_different(self.model)
             self._losses, self._used_loss, self._moved = [], False, False
@@ -406,6 +449,8 @@ class Grower(NamedOps):
         )
         self._ranks.from_first([actions])
         refuse_illegal(actions, masks)
+        if self._log is not None:
+            self._log.decide(observation, masks, actions, self.controller, self.model)
         actions = actions.clone()
         actions[0, HEAD["slot"]] = decided[int(actions[0, HEAD["slot"]])]
         waits = int(actions[0, HEAD["op"]]) == Op.WAIT
@@ -495,11 +540,22 @@ class Grower(NamedOps):
 
         Wrap the host in a new `DistributedDataParallel` afterwards.
         """
+        self.close()
         if self.model.is_replaced:
             return
         with uninterrupted():
             self.model.detach()
             self._surgery.detach()
+
+    def close(self, *, finished: bool = True) -> None:
+        """Write what is left to the loggers and release the folder of the run.
+
+        `finished` marks the run as complete. Further training is not logged.
+        """
+        log, self._log = self._log, None
+        self._is_logged = self._log_begins = False
+        if log is not None:
+            log.close(self.model, finished=finished)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume bitwise, as plain data and tensors.
@@ -508,6 +564,8 @@ class Grower(NamedOps):
         `load_state_dict`. Save schedulers and data loaders yourself.
         """
         monitor = self.safety.monitor
+        if self._log is not None:
+            self._log.flush()
         pending = GrowthDecision(
             step=-1,
             metric=nan,
@@ -535,6 +593,7 @@ class Grower(NamedOps):
             "depths": [*self.model.depths],
             "history": PLAIN.dump_python([*self.history, pending], mode="json"),
             "settings": dict(self._settings),
+            "runs": self._log.ids if self._log is not None else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -565,6 +624,9 @@ class Grower(NamedOps):
             raise InvalidInputError(
                 f"this saved Grower cannot be loaded: {described(error)}"
             ) from error
+        self._log_begins = self._is_logged
+        if self._log is not None:
+            self._log.known = [str(one) for one in state.get("runs", ())]
 
     def _match_depths(self, state: Mapping[str, Any], undo: list[Change]) -> None:
         """Give the host the depths of a saved state."""
@@ -753,8 +815,21 @@ class Grower(NamedOps):
         self._own = [id(p) for p in host_parameters(self.model.host).values()]
         self._snapshot()
 
+    def _begin_log(self) -> None:
+        """Begin to log; raises on all ranks if the run is of another training."""
+
+        def begin() -> float:
+            if self._log is not None:
+                self._log.begin(len(self.history), self.batches, self.model)
+            return 0.0
+
+        self._ranks.value_of_first(begin, "the logger")
+        self._log_begins = False
+
     def _after_step(self) -> None:
         """Called after each optimizer step: advance seeds by their tempos."""
+        if self._log_begins:
+            self._begin_log()
         self._batches += 1
         if self.model.seeds.count_batch():
             return

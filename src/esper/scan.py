@@ -107,7 +107,10 @@ def _conv_by_lags(
     """`causal_conv` as whole-tensor operations."""
     time, lags = episode_start.shape[1], taps.shape[0] - 1
     steps = torch.arange(time, device=rows.device)
-    age = steps - torch.where(episode_start, steps, -lags).cummax(dim=1).values
+    last_start = torch.where(episode_start, steps, -lags)
+    if time > 1:  # ONNX has no cummax; an exported step needs none
+        last_start = last_start.cummax(dim=1).values
+    age = steps - last_start
     mixed = torch.addcmul(bias, rows[:, lags:], taps[0])
     for lag in range(1, lags + 1):
         earlier = rows.narrow(1, lags - lag, time)

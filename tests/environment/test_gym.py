@@ -407,29 +407,6 @@ def test_rows_stay_in_bounds_whatever_is_seen():
     torch.testing.assert_close(loss, torch.tensor([0.0, 1, -1, 1, -1]))
 
 
-def test_what_is_not_known_reads_zero_and_has_a_flag():
-    blank, names = blank_observation(1), feature_names(PROBE_SPEC)
-    promise = torch.full_like(blank.offers.promise, 0.1)
-    gain = torch.full_like(blank.slots.contribution, -0.1)
-    known = torch.zeros_like(blank.offers.promise_known)
-    known[0, 1, 2] = True
-    measured = torch.tensor([[False, True]])
-    see = replace(
-        blank,
-        slots=replace(blank.slots, contribution=gain, contribution_measured=measured),
-        offers=replace(blank.offers, promise=promise, promise_known=known),
-    )
-    row = dict(zip(names, flatten(see)[0].tolist(), strict=True))
-    kinds = [blueprint.name for blueprint in PROBE_SPEC.blueprints]
-    assert (row["slot 0 contribution"], row["slot 1 contribution"]) == (0.0, -0.5)
-    assert row["slot 1 contribution_measured"] == 1.0
-    for slot in (0, 1):
-        for kind in kinds:
-            there = (slot, kind) == (1, kinds[2])
-            assert row[f"slot {slot} {kind} promise"] == 0.5 * there
-            assert row[f"slot {slot} {kind} promise_known"] == there
-
-
 def test_gymnasium_is_asked_for_only_by_its_own_module():
     script = (
         "import sys; sys.modules['gymnasium'] = None\n"

@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.actions import Receipt
-from esper.growth.analysis.host_layers import units_of
+from esper.growth.analysis.host_layers import is_layer, units_of
 from esper.growth.blueprints.registry import Cost
-from esper.growth.model import GrowingModel
+from esper.growth.model import FOLDED, GrowingModel
+from esper.growth.saving.saved_topology import NAME
 
 MAX_SEEDS_LISTED: Final = 16
 MAX_CHANGES_LISTED: Final = 8
@@ -36,6 +37,8 @@ class GrowthDecision:
     receipts: tuple[Receipt, ...] = ()
     events: tuple[StageChanged, ...] = ()
     incidents: tuple[str, ...] = ()
+    batches: int = 0
+    """Batches since the Grower was built."""
 
     def __bool__(self) -> bool:
         """Whether anything changed."""
@@ -52,6 +55,34 @@ class GrowthDecision:
 
 PLAIN: Final = TypeAdapter(list[GrowthDecision])
 """Converts decisions to plain data and back."""
+
+
+def layer_widths(model: GrowingModel) -> dict[str, int]:
+    """Units of every layer of the host, with those of seeds that have blended in."""
+    layers = {
+        name: module
+        for name, module in model.host.named_modules()
+        if is_layer(module) and not f"{name}.".startswith(f"{NAME}.")
+    }
+    widths = {name: units_of(layer) for name, layer in layers.items()}
+    for slot, seed in model.seeds.widening_seeds().items():
+        if int(model.seeds.states.stage[0, slot]) != Stage.TRAINING:
+            for name in model.seeds.place(slot).widened:
+                widths[name] += seed.blueprint.size
+    return widths
+
+
+def outcome(event: StageChanged) -> Literal["planted", "kept", "pruned", ""]:
+    """What an event means for a seed; empty for stages in between."""
+    if event.before is Stage.DORMANT:
+        return "planted"
+    if Stage.FOSSILIZED in (event.before, event.after):
+        return "kept" if event.after is Stage.FOSSILIZED else ""
+    if event.after not in (Stage.COOLING, Stage.DORMANT):
+        return ""
+    if event.reason == FOLDED:
+        return "kept"
+    return "" if event.before is Stage.COOLING else "pruned"
 
 
 def summary(
