@@ -4,6 +4,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -70,19 +71,30 @@ def query(path, sql):
         return db.execute(sql).fetchone()
 
 
+def task_of(path):
+    return query(path, "SELECT task FROM live_steps")[0]
+
+
 def start(*arguments):
     return subprocess.Popen(
         command(*arguments), stdout=subprocess.DEVNULL, env=environment()
     )
 
 
+GROWER = """
+import sys
+from tests.resume_script import BATCHES, Training
+training = Training("tamiyo", [sys.argv[1]])
+training.run(BATCHES)
+training.grower.close()
+"""
 SMALL = ("--workers=0", "--world.horizon=4", "--num_envs=2", "--start_from=none")
 SMALL += ("--tasks=teacher", "--evaluation.controllers=never,early")
 SMALL += ("--evaluation.hosts=2", "--evaluation.every=4", "--checkpoint.every=3")
 
 
 @pytest.mark.timeout(580)
-def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
+def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
     browser, tmp_path
 ):
     root = tmp_path / "runs"
@@ -95,6 +107,11 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         into = f"--runs={root}"
         training = start("train", *SMALL, "--budget.rounds=8", into, "--name=fern")
         agent = start("ppo", "CartPole-v1", "--total_steps=4096", "--seed=1", into)
+        grower = subprocess.Popen(
+            [sys.executable, "-c", GROWER, str(root / "mine")],
+            env=environment(),
+            cwd=Path(__file__).parents[2],
+        )
         page.wait_for_selector("tbody th:has-text('fern')")
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
@@ -109,7 +126,7 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         page.wait_for_selector("#state.state-running")
         until(page, "processes", 2)
         page.wait_for_selector("#state.state-finished")
-        assert (resumed.wait(), agent.wait()) == (0, 0)
+        assert (resumed.wait(), agent.wait(), grower.wait()) == (0, 0, 0)
         until(page, "round", 8)
         assert 2 <= seen <= 8
         steps, mean = query(path, f"SELECT env_steps, mean_return {NEWEST}")
@@ -126,7 +143,7 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         host = page.inner_text("li[data-host='teacher/1']")
         assert f"episode {episode}, ended" in host
         assert f"score {score:.4g}".rstrip("0") in host
-        (ppo,) = {each.name for each in root.iterdir()} - {"fern"}
+        (ppo,) = {each.name for each in root.iterdir()} - {"fern", "mine"}
         see(page, server, ppo, "learning")
         steps, kl = query(root / ppo, f"SELECT env_steps, kl {NEWEST}")
         assert fact(page, "environment steps") == f"{steps:,}"
@@ -135,6 +152,16 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         # Its scores are not measured: a frame and a word of a colour of their own.
         empty = page.inner_text("figure.empty:has(b:text-is('Score')) .unmeasured")
         assert empty == "not measured"
+        see(page, server, "mine", "hosts")
+        widths = page.inner_text(".hosts li .small").partition("widths ")[2]
+        layers = query(
+            root / "mine",
+            "SELECT group_concat(width, '–') FROM (SELECT layer, width, max(step) "
+            "FROM live_layers GROUP BY layer ORDER BY layer)",
+        )
+        assert widths == layers[0]
+        see(page, server, "mine", "hosts", task=task_of(root / "mine"), env=0)
+        page.wait_for_selector(".head .bar")
     page.wait_for_selector("#state:has-text('no connection')")
     assert {each for each in errors if "net::ERR" not in each} == set()
     page.close()
