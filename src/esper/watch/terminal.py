@@ -6,7 +6,7 @@ healthy (●); an alarm is ▲. Text of the store is never parsed as markup.
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite, isnan, nan
 from pathlib import Path
 from threading import Event
@@ -119,7 +119,7 @@ class Picture:
         """What to print: two columns if there is room."""
         if not self._is_wide:
             parts = self._top, self._curves, self._slots, self._updates, self._last
-            return Group(*sum(parts, []))
+            return Group(*chain(*parts))
         columns = [Column(width=self._width) for _ in range(2)]
         grid = Table.grid(*columns, padding=(0, 2, 0, 0))
         left = Group(*self._curves, *self._updates)
@@ -191,8 +191,7 @@ class Picture:
         self._gaps += None in values or not values
         bars = max(8, self._width - 45)
         parts = array_split(range(len(values)), max(1, min(bars, len(values))))
-        each = [[values[index] for index in part] for part in parts]
-        known = [[value for value in part if value is not None] for part in each]
+        known = [[v for i in part if (v := values[i]) is not None] for part in parts]
         finite = [[value for value in part if isfinite(value)] for part in known]
         means = [sum(part) / len(part) for part in finite if part] or [0.0]
         line, span = _line(f"{one_line(label, 18):<19}"), max(means) - min(means)
