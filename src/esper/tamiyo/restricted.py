@@ -63,7 +63,7 @@ class Restricted:
         blueprints = tuple(spec.blueprints[at] for at in known)
         self.plants = frozenset(blueprint.name for blueprint in blueprints)
         """Names of the blueprints that it may plant."""
-        self.spec = ActionSpec(spec.slots, blueprints, narrowed)
+        self.spec = replace(spec, blueprints=blueprints, narrowed=narrowed)
         self._controller = make(self.spec)
         self._known = torch.tensor(known)
         self._position = torch.full((len(offered),), -1)
