@@ -102,7 +102,8 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
 
 
-def test_the_snippets_about_growing_run_in_their_order(capsys):
+def test_the_snippets_about_growing_run_in_their_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     names = {}
     try:
         for text in examples("docs/growing.md"):
@@ -113,6 +114,7 @@ def test_the_snippets_about_growing_run_in_their_order(capsys):
     finally:
         forget("my_block")
     assert "Linear(in_features=16, out_features=28" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "mine" / "finished.json").exists()
     assert len(names["larger"].h) == 8
     assert names["larger"].h[0].up.out_features == 64
 
