@@ -150,7 +150,8 @@ def decisions() -> Report:
 
         ratio = cpu_ratio(play, turns=1 if timing.QUICK else 10)
         ((count, size),) = stores[0].fetch(SIZES)
-        files = [(Path(folder) / f"{number}.sqlite").stat().st_size for number in hosts]
+        pages = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+        files = [store.fetch(pages)[0][0] for store in stores]
     report = Report(
         f"Decisions of {hosts[0]} hosts: {' and '.join(config.tasks)}, "
         f"{config.num_envs} environments each",

@@ -25,7 +25,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite, nan
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -55,7 +55,15 @@ from esper.growth.analysis.tracing import Example, random_state, set_random_stat
 from esper.growth.blueprints.registry import Cost, misfit
 from esper.growth.depth import match_depths
 from esper.growth.distributed import unwrapped
-from esper.growth.history import PLAIN, GrowthDecision, summary
+from esper.growth.history import (
+    PLAIN,
+    GrowthDecision,
+    changed_widths,
+    changes_of,
+    first_widths,
+    layer_widths,
+    summary,
+)
 from esper.growth.hooks import Change, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel
@@ -68,6 +76,9 @@ from esper.runs.sinks import Loggers, require_loggers
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_BATCHES_WITHOUT_SEEDS: Final = 20
 """Consecutive batches that bypass all seeds before `loss` raises an error."""
@@ -85,6 +96,9 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
         isinstance(x, list) and [*map(type, x)] == [int] * 2 and min(x) > 0
     ),
     "by_hand": lambda x: isinstance(x, list),
+    "start": lambda x: (
+        isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values())
+    ),
 }
 """Entries of a saved state that loading would accept with invalid values."""
 
@@ -282,6 +296,8 @@ class Grower(NamedOps):
         self._lagging: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
         """Checksums of copies of the host that have not grown with it."""
         self._has_warned = False
+        self._start = self._widths = layer_widths(self.model)
+        """Widths of the layers when the history begins, and after the last decision."""
         self._by_hand: set[int] = set()
         """Slots with seeds planted by hand, which the controller must not change."""
 
@@ -405,6 +421,7 @@ class Grower(NamedOps):
             self._track, self._controller_state = track, state
             self.model.tick(0)
             receipts, events = self.model.collect()
+            widths = layer_widths(self.model)
             decision = GrowthDecision(
                 step=len(self.history),
                 metric=measured,
@@ -418,8 +435,10 @@ class Grower(NamedOps):
                 events=events,
                 incidents=tuple(self.safety.incidents),
                 batches=batches,
+                widths=changes_of(self._widths, widths),
             )
             self.history.append(decision)
+            self._widths = widths
             self.model.step = len(self.history)
             if self._log is not None:
                 self._log.add(self.history, self._losses, self.model, self.budget)
@@ -535,6 +554,30 @@ class Grower(NamedOps):
         """The summary."""
         return self.summary()
 
+    def plot(self) -> "Figure":
+        """A matplotlib figure: metric, loss and the width of every layer over batches.
+
+        Markers are where seeds were planted, kept and pruned. Of more than
+        600 decisions, 600 are drawn.
+        """
+        from esper.report.figures import growth_figure
+
+        first = first_widths(self.model)
+        missing = any(first.get(n, wide) != wide for n, wide in self._start.items())
+        history = [*self.history, self._unfinished()]
+        return growth_figure(history, self._start, missing=missing)
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks."""
+        from esper.report.figures import growth_table
+
+        return growth_table(
+            [*self.history, self._unfinished()],
+            first_widths(self.model),
+            layer_widths(self.model),
+            (self.model.first_cost.parameters, self.model.count().parameters),
+        )
+
     def detach(self) -> None:
         """Finish growth and leave the host and the optimizer, which keep what grew.
 
@@ -566,14 +609,7 @@ class Grower(NamedOps):
         monitor = self.safety.monitor
         if self._log is not None:
             self._log.flush()
-        pending = GrowthDecision(
-            step=-1,
-            metric=nan,
-            loss=nan,
-            receipts=tuple(self.model.receipts),
-            events=tuple(self.model.events),
-            incidents=tuple(self.safety.incidents),
-        )
+        unfinished = self._unfinished()
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
@@ -589,9 +625,10 @@ class Grower(NamedOps):
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
+            "start": self._start,
             "by_hand": sorted(self._slots_by_hand()),
             "depths": [*self.model.depths],
-            "history": PLAIN.dump_python([*self.history, pending], mode="json"),
+            "history": PLAIN.dump_python([*self.history, unfinished], mode="json"),
             "settings": dict(self._settings),
             "runs": self._log.ids if self._log is not None else [],
         }
@@ -627,6 +664,19 @@ class Grower(NamedOps):
         self._log_begins = self._is_logged
         if self._log is not None:
             self._log.known = [str(one) for one in state.get("runs", ())]
+
+    def _unfinished(self) -> GrowthDecision:
+        """What has happened since the last decision."""
+        return GrowthDecision(
+            step=-1,
+            metric=nan,
+            loss=nan,
+            receipts=tuple(self.model.receipts),
+            events=tuple(self.model.events),
+            incidents=tuple(self.safety.incidents),
+            batches=self.batches,
+            widths=changes_of(self._widths, layer_widths(self.model)),
+        )
 
     def _match_depths(self, state: Mapping[str, Any], undo: list[Change]) -> None:
         """Give the host the depths of a saved state."""
@@ -685,7 +735,11 @@ class Grower(NamedOps):
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
         self._by_hand = {*state["by_hand"]}
+        self._start = {**state["start"]}
         *self.history, unfinished = PLAIN.validate_python(state["history"])
+        self._widths = self._start
+        for decision in self.history:
+            self._widths = changed_widths(self._widths, decision)
         self.model.step = len(self.history)
         self.model.receipts = [*unfinished.receipts]
         self.model.events = [*unfinished.events]
@@ -813,6 +867,8 @@ class Grower(NamedOps):
     def _after_load(self) -> None:
         """Called after a state was loaded into the host."""
         self._own = [id(p) for p in host_parameters(self.model.host).values()]
+        if not self.history:
+            self._start = self._widths = layer_widths(self.model)
         self._snapshot()
 
     def _begin_log(self) -> None:
@@ -820,7 +876,7 @@ class Grower(NamedOps):
 
         def begin() -> float:
             if self._log is not None:
-                self._log.begin(len(self.history), self.batches, self.model)
+                self._log.begin(self.history, self.model)
             return 0.0
 
         self._ranks.value_of_first(begin, "the logger")
