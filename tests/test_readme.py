@@ -115,6 +115,7 @@ def test_the_snippets_about_growing_run_in_their_order(tmp_path, monkeypatch, ca
         forget("my_block")
     assert "Linear(in_features=16, out_features=28" in capsys.readouterr().out
     assert (tmp_path / "runs" / "mine" / "finished.json").exists()
+    assert names["figure"].axes
     assert len(names["larger"].h) == 8
     assert names["larger"].h[0].up.out_features == 64
 
@@ -199,6 +200,7 @@ def test_the_snippets_about_agents_run_in_their_order(tmp_path, monkeypatch):
             assert names["agent"].env_steps == 2048
     assert names["action_space"] == angles
     assert np.isfinite(names["evaluate"].best)
+    assert names["figure"].axes
     assert (tmp_path / "runs" / "mine" / "agent.safetensors").exists()
 
 
