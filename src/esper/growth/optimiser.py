@@ -488,7 +488,6 @@ def _step_guard(
 
     It holds only a weak reference.
     """
-
     own = {id(one) for one in members}  # alive as long as their owner
 
     def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
