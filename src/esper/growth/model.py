@@ -776,7 +776,14 @@ def _warn_of_partly_sized(
 ) -> None:
     """Warn if a field of the config sizes layers that have no slots, too."""
     spans = [place for place in places if place.geometry.spans]
-    slotted = {n for place in spans for n in (*place.widened, place.site.outlet)}
+    slotted = {
+        name
+        for place in spans
+        for name in (
+            *(*place.widened, place.site.outlet),
+            *(step.name for step in place.recipe),
+        )
+    }
     grows = {fields[p.units_axis] for p in spans if p.units_axis in fields}
     for (name, _), field in fields.items():
         if field in grows and (layer := name.rpartition(".")[0]) not in slotted:
