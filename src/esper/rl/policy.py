@@ -416,6 +416,6 @@ class SpacePolicy(nn.Module):
 def _places(spec: SpaceSpec) -> Array:
     """Where outputs, then log deviations, belong in rows `[head, choice]`, flat."""
     rows, numeric = spec.allowed.numpy().copy(), np.array(spec.numeric)
-    rows[numeric, 1] = False
+    rows[numeric, 1:] = False
     deviations = np.flatnonzero(numeric) * spec.width + 1
     return np.concatenate((np.flatnonzero(rows), deviations))

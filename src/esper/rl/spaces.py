@@ -674,9 +674,10 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
 def _scaled(space: spaces.Box, numbers: Array) -> Array:
     """Numbers scaled from [-1, 1] to the bounds of a Box, and clipped."""
     low, high = space.low.reshape(-1), space.high.reshape(-1)
-    bounded = np.isfinite(low) & np.isfinite(high)
+    # The largest float32 is how many environments write "no bound".
+    bounded = np.maximum(np.abs(low), np.abs(high)) < np.finfo(np.float32).max
     with np.errstate(invalid="ignore", over="ignore"):
-        middle = np.where(bounded, 0.5 * low + 0.5 * high, 0.0)
+        middle = np.where(bounded, 0.5 * low + 0.5 * high, np.clip(0.0, low, high))
         half = np.where(bounded, 0.5 * high - 0.5 * low, 1.0)
     scaled: Array = np.clip(middle + half * numbers, low, high)
     return scaled

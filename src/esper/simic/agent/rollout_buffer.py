@@ -502,7 +502,7 @@ class TamiyoRolloutBuffer:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
         else:
             views = [x.T if x.ndim == 2 else x for x in self._rollout]
-            results = gae(*views, gamma=self.gamma, lam=self.gae_lambda)
+            results = gae(Rollout(*views), self.gamma, self.gae_lambda)
             self.advantages.copy_(results[0])
             self.returns.copy_(results[1])
         self.is_computed = True
