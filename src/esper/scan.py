@@ -41,11 +41,7 @@ def gated_scan(
         y_t = keep_t * y_{t-1} + (z_t (2 - z_t))^1/2 * candidate_t
 
     The factor (1 - keep^2)^1/2 keeps the variance of y independent of the time span.
-
-    Args:
-        gates: Gates and, in the second half of the last axis, candidates.
-        episode_start: Where y is reset, even if it is NaN or inf.
-        initial: y before the first step.
+    The second half of the last axis of `gates` holds the candidates.
     """
     if gates.device.type != "cpu" or torch.compiler.is_compiling():
         return _gated_by_scan(gates, episode_start, initial)
