@@ -341,6 +341,12 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         agent.export(tmp_path / "agent")
 
 
+def test_an_agent_is_loaded_under_a_default_device(tmp_path):
+    PPO(Seen, num_envs=2, **SMALL).save(tmp_path / "agent")
+    with torch.device("cpu"):  # as torch.set_default_device("cpu") does
+        learnt(PPO.load(tmp_path / "agent", env=Seen), 24)
+
+
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(InvalidInputError, match="nope does not exist"):
         PPO.load(tmp_path / "nope")
