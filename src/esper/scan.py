@@ -73,17 +73,9 @@ def causal_conv(
 
         mixed_t = bias + sum of taps_k * x_{t-k}, over the steps of the same episode
 
-    Args:
-        rows: The `tap - 1` inputs before the first step, oldest first, then the inputs
-            of all steps. Those before the first step must be 0 if they are of another
-            episode.
-        episode_start: Whether the step is the first of an episode.
-        taps: Weight of each lag, the present input first.
-        bias: Added to every step.
-
-    Returns:
-        `mixed`, and the last `tap - 1` inputs, newest first; 0 where they are of
-        another episode.
+    `rows` begin with the `tap - 1` inputs before the first step, oldest first; `taps`
+    begin with that of the present input. The inputs that are returned are the last
+    `tap - 1`, newest first. Inputs of another episode are 0, also those of `rows`.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return _conv_by_lags(rows, episode_start, taps, bias)

@@ -182,10 +182,7 @@ class SpacePolicy(nn.Module):
         The latter where no number comes near the bound: MiniGrid declares 0..255 and
         shows codes up to 10, which would all look like black. Must not be called
         between a rollout and its update, which would see another policy then.
-
-        Args:
-            largest: The largest size of a number seen in each image; 0: unknown.
-            only_down: Keep a scale that is smaller than the new one.
+        `largest` is 0 where unknown; `only_down` keeps a scale below the new one.
         """
         if self.image_scale is None:
             return
@@ -333,10 +330,8 @@ class SpacePolicy(nn.Module):
     ) -> Float[Tensor, "row head choice"]:
         """Logits of every head, padded; of numbers, mean and log deviation.
 
-        Args:
-            hidden: The heads' hidden layer, as `encode` gives it.
-            actions: What was chosen, where heads see the choices of others; None is
-                right for the first head alone.
+        `actions` are needed where heads see the choices of others; with None, only the
+        first head is right.
         """
         if self.choice_embedding is not None:
             if actions is not None:
