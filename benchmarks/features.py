@@ -14,7 +14,7 @@ from esper.tamiyo.policy.features import compute_features
 from tests.references.features import listed_features, naive_features, reports_of
 
 ENVS = (4, 16, 128, 1024)
-SPEC = ActionSpec()
+SPEC = ActionSpec(measured=True)
 
 
 def run() -> Report:

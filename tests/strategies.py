@@ -57,7 +57,8 @@ def action_specs(draw, max_slots=4):
     first = draw(st.integers(0, len(BLUEPRINTS) - count))
     slots = SlotConfig(draw(st.integers(1, max_slots)), draw(st.integers(0, 3)))
     with undisturbed():
-        return ActionSpec(slots, BLUEPRINTS[first : first + count], narrowed)
+        kinds = BLUEPRINTS[first : first + count]
+        return ActionSpec(slots, kinds, narrowed, draw(st.booleans()))
 
 
 @st.composite

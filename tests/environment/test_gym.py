@@ -37,7 +37,8 @@ from tests.environment.test_growing import TINY as BLOBS
 from tests.worlds import PROBE_SPEC, blank_observation
 
 ID = "esper.environment.gym:esper/Grow-v0"
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gym.md").read_text("utf-8")
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "howto.md"
+PAGE = HOW_TO.read_text("utf-8").split("## Use agents of another library")[1]
 TINY = replace(BLOBS, name="tiny", host=MlpHost((5, 6, 3)), batch=8)
 
 
@@ -406,29 +407,6 @@ def test_rows_stay_in_bounds_whatever_is_seen():
     torch.testing.assert_close(loss, torch.tensor([0.0, 1, -1, 1, -1]))
 
 
-def test_what_is_not_known_reads_zero_and_has_a_flag():
-    blank, names = blank_observation(1), feature_names(PROBE_SPEC)
-    promise = torch.full_like(blank.offers.promise, 0.1)
-    gain = torch.full_like(blank.slots.contribution, -0.1)
-    known = torch.zeros_like(blank.offers.promise_known)
-    known[0, 1, 2] = True
-    measured = torch.tensor([[False, True]])
-    see = replace(
-        blank,
-        slots=replace(blank.slots, contribution=gain, contribution_measured=measured),
-        offers=replace(blank.offers, promise=promise, promise_known=known),
-    )
-    row = dict(zip(names, flatten(see)[0].tolist(), strict=True))
-    kinds = [blueprint.name for blueprint in PROBE_SPEC.blueprints]
-    assert (row["slot 0 contribution"], row["slot 1 contribution"]) == (0.0, -0.5)
-    assert row["slot 1 contribution_measured"] == 1.0
-    for slot in (0, 1):
-        for kind in kinds:
-            there = (slot, kind) == (1, kinds[2])
-            assert row[f"slot {slot} {kind} promise"] == 0.5 * there
-            assert row[f"slot {slot} {kind} promise_known"] == there
-
-
 def test_gymnasium_is_asked_for_only_by_its_own_module():
     script = (
         "import sys; sys.modules['gymnasium'] = None\n"
@@ -451,7 +429,7 @@ def test_the_examples_of_the_page_run_as_they_stand(capsys):
     by_hand, masked, many = ({}, {}, {})
     examples = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     for example, names in zip(examples, (by_hand, masked, many), strict=True):
-        exec(compile(example, "docs/gym.md", "exec"), names)
+        exec(compile(example, "docs/howto.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[:-1]) >= 10
     assert " with " in lines[10]

@@ -34,7 +34,7 @@ from tests.strategies import action_specs, floats, observations
 from tests.worlds import blank_observation
 
 TABLES = ("host", "slots", "offers")
-SPEC = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:3])
+SPEC = ActionSpec(SlotConfig(max_slots=2), BLUEPRINTS[:3], measured=True)
 
 
 def quiet(envs: int = 2) -> Observation:
@@ -84,10 +84,14 @@ def test_features_are_those_of_a_loop_over_environments_slots_and_blueprints(dat
     for env, report in enumerate(reports):
         for table, rows in zip(TABLES, features_of(report), strict=True):
             actual, expected = getattr(features, table)[env], torch.tensor(rows)
+            # Columns of measurements come last.
+            expected = expected[..., : actual.shape[-1]]
             assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     for twin in (naive_features, listed_features):
         for name, stacked in twin(reports).items():
-            assert_close(getattr(features, name), stacked, rtol=1e-5, atol=1e-6)
+            actual = getattr(features, name)
+            stacked = stacked[..., : actual.shape[-1]]
+            assert_close(actual, stacked, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=40)
@@ -112,6 +116,32 @@ def test_what_was_not_measured_changes_nothing(noise):
     before, after = compute_features(seen, SPEC), compute_features(noisy, SPEC)
     for table in TABLES:
         assert_close(getattr(after, table), getattr(before, table), rtol=0, atol=0)
+
+
+def test_what_is_not_known_reads_zero_and_has_a_flag():
+    seen = change(quiet(), "slots", contribution=-0.1)
+    seen = change(seen, "offers", promise=0.1)
+    seen.slots.contribution_measured[:, 1] = True
+    seen.offers.promise_known[0, 1, 2] = True
+    features = compute_features(seen, SPEC)
+    slots, offers = features.slots[0], features.offers[0]
+    contribution, _, flag = slots[:, -3:].unbind(1)
+    assert (contribution.tolist(), flag.tolist()) == ([0.0, -0.5], [0.0, 1.0])
+    there = torch.zeros(2, 3)
+    there[1, 2] = 1.0
+    assert_close(offers[..., -3], 0.5 * there)
+    assert_close(offers[..., -1], there)
+
+
+def test_worlds_that_measure_nothing_show_no_columns_of_it():
+    plain = replace(SPEC, measured=False)
+    few, many = compute_features(quiet(), plain), compute_features(quiet(), SPEC)
+    for table in TABLES:
+        own = getattr(few, table)
+        assert own.shape[-1] == plain.observation[table].shape[-1]
+        assert_close(own, getattr(many, table)[..., : own.shape[-1]], rtol=0, atol=0)
+    assert many.slots.shape[-1] - few.slots.shape[-1] == 5
+    assert many.offers.shape[-1] - few.offers.shape[-1] == 3
 
 
 @pytest.mark.parametrize(

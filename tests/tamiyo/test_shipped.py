@@ -8,15 +8,18 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch import Generator, nn
+from torch.testing import assert_close
 
 import esper
-from esper.contracts.actions import HEAD, ActionSpec, Op
+from esper.contracts.actions import HEAD, ActionMasks, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError
+from esper.contracts.features import Features
 from esper.contracts.slots import SlotConfig
 from esper.runs.settings import as_toml
 from esper.runs.train_config import from_toml
@@ -63,6 +66,26 @@ def test_it_is_small_read_once_and_says_how_it_was_trained():
     assert {"config", "versions"} <= found.training.keys()
     assert as_toml(from_toml(found.training["config"])) == found.training["config"]
     assert shipped() is found
+
+
+def test_it_decides_as_it_did_when_unmeasured_columns_were_inputs():
+    """Recorded on hosts of two drawn tasks before the columns became biases."""
+    with np.load(Path(__file__).parent / "shipped_decisions.npz") as file:
+        kept = {name: torch.from_numpy(file[name]) for name in file.files}
+    kinds = tuple(b for b in BLUEPRINTS if b.name in shipped().blueprints)
+    policy = shipped().policy(ActionSpec(SlotConfig(max_slots=6), kinds))
+    state = policy.initial_state(kept["start"].shape[1])
+    for step, start in enumerate(kept["start"]):
+        row = {name: values[step] for name, values in kept.items()}
+        seen = Features(row["host"], row["slots"], row["offers"])
+        masks = (row[name] for name in ("op", "slot", "blueprint", "fixed"))
+        found = policy.act(seen, ActionMasks(*masks), start, state, None)
+        state = found.state
+        assert torch.equal(found.actions, row["actions"])
+        distribution = found.distribution.clamp(min=-1e4)
+        assert_close(distribution, row["log_probs"], rtol=1e-6, atol=1e-6)
+        assert_close(found.values, row["values"], rtol=0, atol=1e-6)
+    assert (kept["actions"][..., HEAD["op"]] == Op.GERMINATE).sum() > 4
 
 
 def test_the_package_carries_its_files():

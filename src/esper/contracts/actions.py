@@ -80,6 +80,8 @@ class ActionSpec:
         blueprints: Choices of the blueprint head, in order.
         narrowed: The allowed choices of some heads; other heads allow all. A head
             with one choice has log-probability 0, entropy 0 and no gradient.
+        measured: Whether the world measures liveness, gradient share, contribution and
+            promise of slots. They are columns of the observation only then.
     """
 
     # Without annotations: protocol attributes must not be ClassVar.
@@ -90,6 +92,7 @@ class ActionSpec:
     slots: SlotConfig = field(default_factory=SlotConfig)
     blueprints: tuple[Blueprint, ...] = BLUEPRINTS
     narrowed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    measured: bool = False
 
     def __post_init__(self) -> None:
         """Copy and validate the fields."""
@@ -136,7 +139,8 @@ class ActionSpec:
 
     def __reduce__(self) -> tuple[type["ActionSpec"], tuple[Any, ...]]:
         """Pickle and copy by the constructor's arguments."""
-        return ActionSpec, (self.slots, self.blueprints, dict(self.narrowed))
+        narrowed = dict(self.narrowed)
+        return ActionSpec, (self.slots, self.blueprints, narrowed, self.measured)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -152,7 +156,8 @@ class ActionSpec:
     @cached_property
     def observation(self) -> Mapping[str, Leaf]:
         """Shapes of the tensors in `Features`, in one environment."""
-        return feature_leaves(self.slots.max_slots, len(self.blueprints))
+        sizes = self.slots.max_slots, len(self.blueprints)
+        return feature_leaves(*sizes, measured=self.measured)
 
     @cached_property
     def allowed(self) -> Tensor:
@@ -172,6 +177,7 @@ class ActionSpec:
         return {
             "max_slots": self.slots.max_slots,
             "min_age": self.slots.min_age,
+            "measured": self.measured,
             "blueprints": [blueprint.name for blueprint in self.blueprints],
             "heads": {
                 head.name: [

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from esper.contracts.features import (
     HOST_COLUMNS,
-    OFFER_COLUMNS,
-    SLOT_COLUMNS,
     STAGE_COLUMNS,
     Column,
     Features,
+    offer_columns,
+    slot_columns,
 )
 from esper.contracts.stages import Stage
 from esper.contracts.world import Observation
@@ -27,16 +27,29 @@ OVERFLOW_LIMIT: Final = 1e8
 """Rents and budgets are clamped to this, so that products stay finite."""
 
 
-def feature_tables(observation: Observation) -> Features:
-    """Return the features of all environments, each in [-1, 1]; NaN stays NaN."""
+def feature_tables(observation: Observation, *, measured: bool) -> Features:
+    """Return the features of all environments, each in [-1, 1]; NaN stays NaN.
+
+    Args:
+        observation: What a world shows.
+        measured: Whether the world measures slots (`ActionSpec.measured`).
+    """
     host, slots, offers = observation.host, observation.slots, observation.offers
     rent = host.rent.clamp(-OVERFLOW_LIMIT, OVERFLOW_LIMIT)
     stages = torch.arange(len(Stage), device=rent.device)
     at_stage = (slots.stage.unsqueeze(-1) == stages).unbind(-1)
     kinds = torch.arange(offers.fits.shape[2], device=rent.device)
-    contribution, measured = slots.contribution, slots.contribution_measured
-    net = torch.addcmul(contribution, slots.parameters, rent.view(-1, 1), value=-1.0)
-    known, charged = offers.promise_known, offers.parameters * rent.view(-1, 1, 1)
+    charged = offers.parameters * rent.view(-1, 1, 1)
+    of_slots: dict[str, Tensor] = {}
+    of_offers: dict[str, Tensor] = {}
+    if measured:
+        gain, seen = slots.contribution, slots.contribution_measured
+        net = torch.addcmul(gain, slots.parameters, rent.view(-1, 1), value=-1.0)
+        known, promise = offers.promise_known, offers.promise
+        of_slots["contribution"] = torch.where(seen, gain, 0.0)
+        of_slots["net_contribution"] = torch.where(seen, net, 0.0)
+        of_offers["promise"] = torch.where(known, promise, 0.0)
+        of_offers["net_promise"] = torch.where(known, promise - charged, 0.0)
     return Features(
         feature_table(
             HOST_COLUMNS,
@@ -46,21 +59,19 @@ def feature_tables(observation: Observation) -> Features:
             small_rent=rent,
         ),
         feature_table(
-            SLOT_COLUMNS,
+            slot_columns(measured=measured),
             slots,
-            contribution=torch.where(measured, contribution, 0.0),
-            net_contribution=torch.where(measured, net, 0.0),
             **dict(zip(STAGE_COLUMNS, at_stage, strict=True)),
+            **of_slots,
         ),
         feature_table(
-            OFFER_COLUMNS,
+            offer_columns(measured=measured),
             offers,
             affordable=offers.parameters <= host.budget_left.view(-1, 1, 1),
             planted=slots.blueprint.unsqueeze(2) == kinds,
             rent=charged,
             small_rent=charged,
-            promise=torch.where(known, offers.promise, 0.0),
-            net_promise=torch.where(known, offers.promise - charged, 0.0),
+            **of_offers,
         ),
     )
 

@@ -64,11 +64,6 @@ SLOT_COLUMNS: Final = (
     Column("depth"),
     Column("capacity"),
     Column("units", half=16.0),
-    Column("liveness"),
-    Column("gradient_share"),
-    Column("contribution", half=0.1),
-    Column("net_contribution", half=0.4),
-    Column("contribution_measured"),
 )
 
 OFFER_COLUMNS: Final = (
@@ -79,10 +74,24 @@ OFFER_COLUMNS: Final = (
     Column("macs", half=0.1),
     Column("rent", half=0.1),
     Column("small_rent", half=0.01),
+)
+
+SLOT_MEASUREMENTS: Final = (
+    Column("liveness"),
+    Column("gradient_share"),
+    Column("contribution", half=0.1),
+    Column("net_contribution", half=0.4),
+    Column("contribution_measured"),
+)
+"""More columns of slots, in worlds that measure them; the simulated one does."""
+OFFER_MEASUREMENTS: Final = (
     Column("promise", half=0.1),
     Column("net_promise", half=0.4),
     Column("promise_known"),
 )
+"""More columns of offers, in the same worlds."""
+UNMEASURED_SLOT: Final = (1.0, 1.0, 0.0, 0.0, 0.0)
+"""`SLOT_MEASUREMENTS` of hosts that measure nothing; `OFFER_MEASUREMENTS` are 0."""
 
 BLUEPRINT_COLUMNS: Final = (
     Column("log2_size", half=3.0),
@@ -100,15 +109,26 @@ class Features:
     host: Float[Tensor, "*batch host"]
     """`HOST_COLUMNS` of every environment."""
     slots: Float[Tensor, "*batch slot column"]
-    """`SLOT_COLUMNS` of every slot."""
+    """`slot_columns` of every slot."""
     offers: Float[Tensor, "*batch slot blueprint offer"]
-    """`OFFER_COLUMNS` of every blueprint at every slot."""
+    """`offer_columns` of every blueprint at every slot."""
 
 
-def feature_leaves(slots: int, blueprints: int) -> dict[str, Leaf]:
+def slot_columns(*, measured: bool) -> tuple[Column, ...]:
+    """Columns of slots, in a world that measures them or does not."""
+    return SLOT_COLUMNS + SLOT_MEASUREMENTS * measured
+
+
+def offer_columns(*, measured: bool) -> tuple[Column, ...]:
+    """Columns of offers, in a world that measures slots or does not."""
+    return OFFER_COLUMNS + OFFER_MEASUREMENTS * measured
+
+
+def feature_leaves(slots: int, blueprints: int, *, measured: bool) -> dict[str, Leaf]:
     """Shapes of the tables of `Features` in one environment."""
+    offers = len(offer_columns(measured=measured))
     return {
         "host": Leaf((len(HOST_COLUMNS),)),
-        "slots": Leaf((slots, len(SLOT_COLUMNS))),
-        "offers": Leaf((slots, blueprints, len(OFFER_COLUMNS))),
+        "slots": Leaf((slots, len(slot_columns(measured=measured)))),
+        "offers": Leaf((slots, blueprints, offers)),
     }

@@ -129,7 +129,7 @@ def flatten(observation: Observation) -> Float[Tensor, "env feature"]:
     def finite(x: Tensor) -> Tensor:
         return x.nan_to_num().clamp(-HUGE, HUGE) if x.is_floating_point() else x
 
-    tables = feature_tables(map_tensors(finite, observation))
+    tables = feature_tables(map_tensors(finite, observation), measured=False)
     parts = (tables.host, tables.slots, tables.offers)
     return torch.cat([table.flatten(1) for table in parts], dim=1)
 

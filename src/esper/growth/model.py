@@ -25,7 +25,11 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.checks import require_int
-from esper.contracts.errors import IllegalActionError, InvalidInputError
+from esper.contracts.errors import (
+    IllegalActionError,
+    InvalidInputError,
+    InvalidStateError,
+)
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth import lifecycle
@@ -496,8 +500,9 @@ class GrowingModel(nn.Module, NamedOps):
                     gone = [p for name, p in before.items() if after.get(name) is not p]
                     surgery.leave(gone)
                     self._join(surgery, after, {*before.values()})
-            for copy in self.seeds.living_copies():
-                copy.mirror(self.seeds, folds)
+                for copy in self.seeds.living_copies():
+                    undo += [copy.restore_point(), restore_sizes(copy.host.modules())]
+                    copy.mirror(self.seeds, folds)
 
     def add_copy(self, module: nn.Module) -> None:
         """Let a copy of the host, such as an average, grow with it from now on."""
@@ -692,22 +697,26 @@ class GrowingModel(nn.Module, NamedOps):
         """Output on the example in eval mode; the model does not change."""
         return eval_outputs(self, self.example)
 
-    def finish(self) -> None:
+    def finish(self, *, rewrap: bool = False) -> None:
         """Fold active seeds at their alphas and remove those in TRAINING.
 
-        The host is a plain network then, apart from seeds that do not fold.
+        The host is a plain network then, apart from seeds that do not fold. See `fold`
+        for `rewrap`.
         """
         for one in self.seeds.living_seeds():
             if one.branch.shadow or one.branch.alpha == 0.0:
                 self.remove(one.slot, "growth is finished")
         stages = self.seeds.states.stage
         living = [one.slot for one in self.seeds.living_seeds()]
-        self.why_branches = self.fold(living, rewrap=True)
+        self.why_branches = self.fold(living, rewrap=rewrap)
         self._record(stages, self.seeds.states.stage, FOLDED)
 
     def detach(self) -> None:
         """Finish growth and leave the host; seeds that do not fold stay branches."""
-        self.finish()
+        sizes, wrapper = self.seeds.shapes(), self.ranks.wrapper
+        self.finish(rewrap=True)
+        if wrapper is not None and self.seeds.shapes() != sizes:
+            wrapper.register_forward_pre_hook(_refuse_training)
         self.seeds.flow.owner_ref = None
         if not len(self.seeds):
             self.seeds.detach()
@@ -775,6 +784,14 @@ def why_none_merges(
     elif folding:
         why = ""
     return f"no seed there merges, {why}" if why else ""
+
+
+def _refuse_training(wrapper: nn.Module, *_: object) -> None:
+    if wrapper.training and torch.is_grad_enabled():
+        raise InvalidStateError(
+            "detach() has changed sizes of layers, and this DistributedDataParallel "
+            "would not average their gradients. Wrap the host again."
+        )
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -336,7 +336,11 @@ class OptimizerSurgery:
             for key, value in held.items():
                 if not isinstance(value, Tensor) or value.numel() == 0:
                     continue
-                if value.dim() > 0 and value.shape != parameter.shape:
+                sizes = {*zip(value.shape, parameter.shape, strict=False)}
+                factored = value.dim() == parameter.dim() and all(
+                    size in (1, full) for size, full in sizes
+                )  # the moments of Adafactor
+                if value.dim() > 0 and not factored:
                     wrong = f"is {[*value.shape]} for {[*parameter.shape]}"
                 elif value.is_floating_point() and not value.isfinite().all():
                     wrong = "is not finite"

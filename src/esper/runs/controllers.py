@@ -29,8 +29,8 @@ from esper.runs.database import open_store
 from esper.runs.records import TEST
 from esper.runs.run import CHECKPOINTS, CONFIG, STORE, TRAINING, Run, find_run
 from esper.runs.settings import as_toml
-from esper.runs.train_config import from_toml
-from esper.tamiyo.policy.network import PolicyConfig
+from esper.runs.train_config import TrainConfig, from_toml
+from esper.tamiyo.policy.network import without_measurements
 from esper.tamiyo.shipped import (
     MANIFEST,
     WEIGHTS,
@@ -70,8 +70,9 @@ def load_controller(path: Path | str) -> TrainedController:
         raise InvalidInputError(
             f"run {run.name} has no trained controller; see esper runs."
         )
-    config = from_toml(run.config_toml).learner.policy
-    like, name, checkpoints = policy_shapes(config), run.name, run.checkpoints()
+    settings = from_toml(run.config_toml)
+    config, like = settings.learner.policy, policy_shapes(settings)
+    name, checkpoints = run.name, run.checkpoints()
     if is_checkpoint:
         found = checkpoints.load(folder, like, POLICY)
         name += f"@{folder.stem}"
@@ -102,9 +103,10 @@ def _is_exported(path: Path | str) -> bool:
     return there == [True, False]
 
 
-def policy_shapes(config: PolicyConfig) -> Tensors:
+def policy_shapes(config: TrainConfig) -> Tensors:
     """Tensors with the names and shapes of a policy in a checkpoint, without data."""
-    return leaves(weightless_policy(config), POLICY.rstrip("/"))
+    policy = weightless_policy(config.learner.policy, measured=config.simulated)
+    return leaves(policy, POLICY.rstrip("/"))
 
 
 def newest_controller(root: Path) -> TrainedController:
@@ -144,7 +146,8 @@ def export_controller(
             f"{learned.name} uses blueprint {quoted(min(strange))}, which is not built "
             "in. Train without it."
         )
-    data = pack({name: part.float() for name, part in learned.weights.items()})
+    weights = without_measurements(learned.weights)
+    data = pack({name: part.float() for name, part in weights.items()})
     manifest = {
         "format": FORMAT,
         "policy": asdict(learned.config),

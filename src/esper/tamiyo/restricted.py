@@ -20,6 +20,7 @@ from esper.contracts.world import (
     ControllerState,
     Observation,
 )
+from esper.simic.agent.distribution import Decision
 
 BLUEPRINT: Final = HEAD["blueprint"]
 GERMINATE: Final = Op.GERMINATE.value
@@ -62,7 +63,7 @@ class Restricted:
         blueprints = tuple(spec.blueprints[at] for at in known)
         self.plants = frozenset(blueprint.name for blueprint in blueprints)
         """Names of the blueprints that it may plant."""
-        self.spec = ActionSpec(spec.slots, blueprints, narrowed)
+        self.spec = replace(spec, blueprints=blueprints, narrowed=narrowed)
         self._controller = make(self.spec)
         self._known = torch.tensor(known)
         self._position = torch.full((len(offered),), -1)
@@ -88,6 +89,11 @@ class Restricted:
             plants, self._known[actions[:, BLUEPRINT]], 0
         )
         return actions, state
+
+    @property
+    def decided(self) -> Decision | None:
+        """The last decision of a policy, in the restricted action space."""
+        return getattr(self._controller, "decided", None)
 
     def _observed(self, observation: Observation) -> Observation:
         """Return the observation without unknown blueprints."""

@@ -14,7 +14,7 @@ Three kinds are held out and drawn only by name. No kind uses the evaluation dat
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Final
 
@@ -75,7 +75,19 @@ def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task
     if kind not in ALL_KINDS:
         raise unknown("unknown kind of task", kind, ALL_KINDS)
     random = random_source(rng_seed, f"family, {kind}, {number}")
-    data = _rows(kind, rng_seed, number)
+    rows = _rows(kind, rng_seed, number)
+    splits = partial(_splits, kind, rng_seed, number)
+    return task_of_rows(f"family-{number + 1}", kind, rows, splits, random)
+
+
+def task_of_rows(
+    name: str,
+    description: str,
+    data: Data,
+    splits: Callable[[int], Splits],
+    random: np.random.Generator,
+) -> Task:
+    """Draw host, batch, learning rate and length of a task with these rows."""
     batch = BATCHES[random.integers(len(BATCHES))]
     # Some classes of a small table have hardly more rows than a batch.
     batch = max(size for size in BATCHES if size <= min(batch, len(data) // 4))
@@ -86,9 +98,9 @@ def drawn_task(rng_seed: int, number: int, kinds: Sequence[str] = KINDS) -> Task
     horizon = int(random.integers(*HORIZONS, endpoint=True))
     cadence = log_uniform_int(random, *CADENCES)
     return Task(
-        name=f"family-{number + 1}",
-        description=kind,
-        data=partial(_splits, kind, rng_seed, number),
+        name=name,
+        description=description,
+        data=splits,
         host=host,
         batch=batch,
         horizon=horizon,

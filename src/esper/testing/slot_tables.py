@@ -39,6 +39,7 @@ SPEC: Final = ActionSpec(
         "alpha_speed": ("INSTANT", "FAST"),
         "alpha_curve": ("LINEAR", "SIGMOID"),
     },
+    measured=True,
 )
 """Action space of the simulated world."""
 

@@ -31,7 +31,7 @@ from esper.runs.sinks import require_loggers, resumed_loggers
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import RECORDINGS, WARM, TrainConfig, digest, from_toml
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.tamiyo.policy.network import TamiyoPolicy
+from esper.tamiyo.policy.network import TamiyoPolicy, without_measurements
 from esper.tamiyo.shipped import TrainedController, weightless_policy
 from esper.training.callbacks import LEARNED, Checkpoint, Evaluate, Log, Record
 from esper.training.controller_ppo import controller_loop
@@ -153,7 +153,7 @@ def check_memory(config: TrainConfig, worlds: Sequence[VectorWorld]) -> None:
     rollout needs two copies, and each pass through the policy about as much again.
     `worlds` has one environment for each world, from `check_worlds`.
     """
-    policy = weightless_policy(config.learner.policy)
+    policy = weightless_policy(config.learner.policy, measured=config.simulated)
     envs, steps, spec = len(worlds), steps_of(config), worlds[0].spec
     learner = sum(tensor.nbytes for tensor in leaves(policy).values())
     state = sum(tensor.nbytes for tensor in leaves([*worlds]).values())
@@ -182,7 +182,7 @@ def _attempt(
     """Train from the newest checkpoint, if any; see `train_to_end`."""
     checkpoints = run.checkpoints(keep=config.checkpoint.last)
     # Shapes are checked first: settings from a file may ask for huge tensors.
-    found = checkpoints.latest(policy_shapes(config.learner.policy), POLICY)
+    found = checkpoints.latest(policy_shapes(config), POLICY)
     mixture = mixture_for(config)
     facts = {"config": digest(config), "actions": mixture.spec.describe()}
     names = config.tasks if config.simulated else [t.name for t in tasks_of(config)]
@@ -244,6 +244,8 @@ def _load_start(config: TrainConfig, run: Run, loop: TrainingLoop) -> None:
     else:
         weights = find_controller(where, Path(config.runs)).weights
     if weights is not None:
+        if not config.simulated:
+            weights = without_measurements(weights)
         load(loop.algorithm.policy, weights)
 
 

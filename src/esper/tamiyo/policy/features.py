@@ -38,7 +38,7 @@ def compute_features(observation: Observation, spec: ActionSpec) -> Features:
     NaN in a measured value stays NaN, so that the rollout buffer rejects it.
     """
     _require_shapes(observation, spec)
-    return feature_tables(observation)
+    return feature_tables(observation, measured=spec.measured)
 
 
 def blueprint_table(spec: ActionSpec) -> Float[Tensor, "blueprint column"]:

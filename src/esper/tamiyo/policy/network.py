@@ -32,6 +32,8 @@ from esper.contracts.actions import (
 )
 from esper.contracts.devices import map_tensors, require_tensor
 from esper.contracts.errors import InvalidInputError
+from esper.contracts.features import OFFER_COLUMNS, SLOT_COLUMNS, UNMEASURED_SLOT
+from esper.contracts.state import Tensors
 from esper.contracts.world import ControllerState, Observation
 from esper.simic.agent.distribution import (
     Decision,
@@ -45,9 +47,6 @@ from esper.simic.agent.memory import MemoryName, make_memory, require_sizes
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import (
     BLUEPRINT_COLUMNS,
-    HOST_COLUMNS,
-    OFFER_COLUMNS,
-    SLOT_COLUMNS,
     Features,
     blueprint_table,
     compute_features,
@@ -113,13 +112,14 @@ class TamiyoPolicy(nn.Module):
         self.spec = spec
         self.config = config = config or PolicyConfig()
         core, slot, offer = config.width, config.slot_width, config.offer_width
-        self.offer_in = nn.Linear(len(OFFER_COLUMNS), offer)
+        columns = {name: leaf.shape[-1] for name, leaf in spec.observation.items()}
+        self.offer_in = nn.Linear(columns["offers"], offer)
         self.blueprint_in = nn.Linear(len(BLUEPRINT_COLUMNS), offer, bias=False)
         self.offer_out = nn.Linear(offer, offer)
-        self.slot_in = nn.Linear(len(SLOT_COLUMNS), slot)
+        self.slot_in = nn.Linear(columns["slots"], slot)
         self.pooled_offers = nn.Linear(offer, slot, bias=False)
         self.slot_out = nn.Linear(slot, slot)
-        self.host_in = nn.Linear(len(HOST_COLUMNS), core)
+        self.host_in = nn.Linear(columns["host"], core)
         self.pooled_slots = nn.Linear(2 * slot, core, bias=False)
         self.core_out = nn.Linear(core, core)
         self.memory = make_memory(config.memory, core, config.layers)
@@ -143,6 +143,8 @@ class TamiyoPolicy(nn.Module):
         self.register_buffer("_blueprints", blueprint_table(spec), persistent=False)
         self.register_buffer("_rest_at", self._rest_positions(), persistent=False)
         self.state_shape = self.memory.state_shape
+        self.decided: Decision | None = None
+        """The last result of `decide`, with its probabilities."""
 
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Return empty memory."""
@@ -266,6 +268,7 @@ class TamiyoPolicy(nn.Module):
             decision = self.act(
                 features, masks, observation.episode_start, state, generator
             )
+        self.decided = decision
         return decision.actions, decision.state
 
     def encode(
@@ -408,6 +411,24 @@ class TamiyoPolicy(nn.Module):
                 last.bias.zero_()
             self.value_out.weight.zero_()
             self.value_out.bias.zero_()
+
+
+def without_measurements(weights: Tensors) -> Tensors:
+    """Return the weights of a policy for hosts that do not measure slots.
+
+    The columns of a world that does are constant there, so they become part of the
+    biases. Weights without these columns are returned unchanged.
+    """
+    slots, offers = len(SLOT_COLUMNS), len(OFFER_COLUMNS)
+    wide, bias = weights["slot_in.weight"], weights["slot_in.bias"]
+    if wide.shape[1] == slots:
+        return weights
+    constants = torch.tensor(UNMEASURED_SLOT, dtype=torch.float64)
+    return weights | {
+        "slot_in.weight": wide[:, :slots].contiguous(),
+        "slot_in.bias": (bias + wide[:, slots:].double() @ constants).to(bias),
+        "offer_in.weight": weights["offer_in.weight"][:, :offers].contiguous(),
+    }
 
 
 def _match(

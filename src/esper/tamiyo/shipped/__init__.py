@@ -31,7 +31,11 @@ from esper.files import (
     require_explained,
     require_readable,
 )
-from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.network import (
+    PolicyConfig,
+    TamiyoPolicy,
+    without_measurements,
+)
 from esper.tamiyo.policy.sampling import with_temperature
 from esper.tamiyo.restricted import Restricted
 
@@ -92,7 +96,8 @@ class TrainedController:
         """The policy for an action space, as it was trained."""
         with torch.random.fork_rng(devices=[]):  # initial weights are unused
             policy = TamiyoPolicy(spec, self.config)
-        load(policy, self.weights)
+        weights = self.weights if spec.measured else without_measurements(self.weights)
+        load(policy, weights)
         return policy
 
 
@@ -143,7 +148,7 @@ def _fit(config: PolicyConfig, tensors: Tensors, _: object) -> None:
     check_fit(leaves(weightless_policy(config)), tensors)
 
 
-def weightless_policy(config: PolicyConfig) -> TamiyoPolicy:
-    """A policy whose tensors have shapes but take no memory."""
+def weightless_policy(config: PolicyConfig, *, measured: bool = False) -> TamiyoPolicy:
+    """A policy whose tensors have shapes but take no memory; see `ActionSpec`."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return TamiyoPolicy(ActionSpec(), config)
+        return TamiyoPolicy(ActionSpec(measured=measured), config)
