@@ -585,11 +585,6 @@ class PPO(Stateful):
             if source is self._source and vector.is_given:
                 self._rollout = None
             found = play(vector, decide, quota, max_steps=max_steps)
-        except InvalidStateError:
-            raise InvalidInputError(
-                f"some episode did not end within {max_steps} steps; set a time limit: "
-                "gymnasium.make(..., max_episode_steps=1000)."
-            ) from None
         finally:
             vector.release()
         return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
