@@ -1168,6 +1168,11 @@ def bad_mask(mask):
         ),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
+        (
+            lambda: Odd(BOX, spaces.Dict({"a.b": TWO, "a": spaces.Dict(b=TWO)})),
+            {},
+            "two heads of the action are called 'a.b'. Rename one.",
+        ),
         (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),
