@@ -14,7 +14,7 @@ export UV_BUILD_CONSTRAINT := $(CURDIR)/tools.txt
 # Checking every annotation at run time would make learning several times slower.
 WITHOUT_SHAPE_CHECKS := -o addopts="-ra --strict-markers --strict-config"
 
-.PHONY: train tamiyo test wheel size check browser slow campaign faults mutants hashes clean help
+.PHONY: train tamiyo test docs wheel size check browser slow campaign faults mutants hashes clean help
 
 train: $(V)/.ok ## set up if needed, train Tamiyo on drawn tasks, evaluate it on test hosts, write the report
 	$(V)/bin/esper train --preset family --rng_seed $(RNG_SEED)
@@ -28,6 +28,14 @@ RNG_SEED ?= 4
 test: check browser ## set up if needed, lint, check types and borders, run the tests
 	$(V)/bin/pytest -q -n 2 -m "not slow and not learns"
 	$(V)/bin/pytest -q -n 2 -m learns $(WITHOUT_SHAPE_CHECKS)
+
+docs: $(V)/.dev ## build the documentation site in build/site; a broken link stops it
+	rm -rf build/pages build/site && mkdir -p build/pages
+	tar -cf - --exclude=__pycache__ $(PAGES) | tar -xf - -C build/pages
+	$(V)/bin/zensical build --strict
+	$(V)/bin/python scripts/check_links.py build/site
+
+PAGES := *.md LICENSE docs examples benchmarks research src/esper/tasks/arrays/README.md
 
 wheel: $(V)/.ok ## build sdist and wheel, install the wheel outside the checkout and use it there
 	scripts/check_wheel.sh

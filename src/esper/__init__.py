@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from esper import datasets as datasets
     from esper.contracts.actions import ActionSpec as ActionSpec
     from esper.contracts.errors import EsperError as EsperError
     from esper.contracts.slots import SlotConfig as SlotConfig
@@ -56,6 +57,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprints.checks",
     "collect": "esper.simic.rollout",
+    "datasets": "esper",
     "enlarge": "esper.growth.enlarge",
     "fit": "esper.fitting",
     "load": "esper.growth.saving.serialization",
@@ -72,6 +74,8 @@ if not TYPE_CHECKING:  # type checkers read the imports above
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use."""
+        if _HOMES.get(name) == "esper":  # a module
+            return import_module(f"esper.{name}")
         if name in _HOMES:
             return getattr(import_module(_HOMES[name]), name)
         raise AttributeError(f"module 'esper' has no attribute {name!r}")

@@ -58,8 +58,8 @@ Esper 0.1.0 wrote smaller numbers."""
 VERSION: Final = re.compile(
     r"([0-9]{1,4})\.([0-9]{1,4})([.+]?[0-9a-z]{1,8}){0,4}", re.ASCII
 )
-MAY_BE_NAN: Final = "first_loss"
-"""Suffix of tensors that are NaN before the first loss of an episode."""
+MAY_BE_NAN: Final = ("first_loss", "curve/points")
+"""Suffixes of tensors that are NaN where nothing was measured."""
 BLANK: Final = b"0" * 64
 SEAL: Final = "esper"
 """Key of digest and manifest in the metadata of a file."""

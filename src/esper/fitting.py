@@ -33,6 +33,7 @@ from esper.grower import Grower
 from esper.growth.analysis.tracing import Example, isolated
 from esper.growth.history import GrowthDecision
 from esper.runs.progress import Progress
+from esper.runs.sinks import Loggers
 from esper.runs.streams import stream
 from esper.tamiyo.registry import ControllerChoice
 
@@ -79,6 +80,7 @@ def fit(
     metric: Callable[[nn.Module], float] | None = None,
     budget: float = 16.0,
     progress: bool = True,
+    logger: Loggers = None,
     **options: Any,  # noqa: ANN401
 ) -> Fitted:
     """Train a model and grow it.
@@ -99,6 +101,7 @@ def fit(
             accuracy if y holds classes, else validation loss.
         budget: Limit of added parameters; see `Grower`.
         progress: Whether to show progress.
+        logger: Where metrics, growth and decisions go; see `Grower`.
         options: Other arguments of `Grower`.
     """
     if epochs < 1:
@@ -138,6 +141,7 @@ def fit(
         controller=controller,
         budget=budget,
         decisions=epochs,
+        logger=logger,
         **options,
     )
 
@@ -168,7 +172,9 @@ def fit(
                         f"{decision.parameters:,} parameters  {decision.action}"
                     )
                     bar.update(name, epoch, epochs, text)
+        grower.close()
     except BaseException:
+        grower.close(finished=False)
         grower.model.seeds.detach()
         raise
     return Fitted(

@@ -25,8 +25,8 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite, nan
-from typing import Any, Final
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from jaxtyping import Int64
@@ -55,7 +55,15 @@ from esper.growth.analysis.tracing import Example, random_state, set_random_stat
 from esper.growth.blueprints.registry import Cost, misfit
 from esper.growth.depth import match_depths
 from esper.growth.distributed import unwrapped
-from esper.growth.history import PLAIN, GrowthDecision, summary
+from esper.growth.history import (
+    PLAIN,
+    GrowthDecision,
+    changed_widths,
+    changes_of,
+    first_widths,
+    layer_widths,
+    summary,
+)
 from esper.growth.hooks import Change, attach_gradients, shadow_gradients
 from esper.growth.measurements import MetricScorer, Mode, Track, observe
 from esper.growth.model import GrowingModel
@@ -63,9 +71,14 @@ from esper.growth.optimiser import Optimizers
 from esper.growth.safety import GovernorConfig, Safety
 from esper.growth.saving.export import export
 from esper.growth.seed_modules import all_or_nothing, host_parameters, uninterrupted
+from esper.runs.growth_log import GrowthLog, GrowthSettings
+from esper.runs.sinks import Loggers, require_loggers
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.registry import ControllerChoice, controller_for
 from esper.tamiyo.rule_based import explain_no_planting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_BATCHES_WITHOUT_SEEDS: Final = 20
 """Consecutive batches that bypass all seeds before `loss` raises an error."""
@@ -83,6 +96,9 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
         isinstance(x, list) and [*map(type, x)] == [int] * 2 and min(x) > 0
     ),
     "by_hand": lambda x: isinstance(x, list),
+    "start": lambda x: (
+        isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values())
+    ),
 }
 """Entries of a saved state that loading would accept with invalid values."""
 
@@ -123,6 +139,9 @@ class Grower(NamedOps):
         tie_widths: Whether layers that one field of the model's config sizes, such as
             `intermediate_size` of a transformer, grow together; the config follows.
         wrapper: The `DistributedDataParallel` model, if `model` is a part of it.
+        logger: Where metrics, growth and decisions go: the folder of a run; a name such
+            as "tensorboard" or "csv:FOLDER"; an object with `log(values, step)`; or a
+            list of them. With several ranks, the first one writes.
     """
 
     def __init__(
@@ -147,6 +166,7 @@ class Grower(NamedOps):
         merge_only: bool = False,
         tie_widths: bool = True,
         wrapper: DistributedDataParallel | None = None,
+        logger: Loggers = None,
     ) -> None:
         if stop not in ENDS:
             raise InvalidInputError(f"stop must be 'end' or 'anytime', got {stop!r}.")
@@ -162,6 +182,7 @@ class Grower(NamedOps):
                 f"controller must be a name, a Controller or a factory, got "
                 f"{controller!r}. Use 'never' to plant by hand."
             )
+        loggers = require_loggers(logger)
         model, ranks = unwrapped(model, wrapper)
         several = isinstance(optimizer, list | tuple)
         given: list[Any] = [*optimizer] if several else [optimizer]  # type: ignore[misc]
@@ -193,6 +214,33 @@ class Grower(NamedOps):
             self.safety = Safety(self.model, governor)
             self._surgery.after_step = self._after_step
             self.model.after_load = self._after_load
+            members = self._surgery.optimizer.members
+            self._log: GrowthLog | None = None
+            settings = GrowthSettings(
+                model=type(model).__name__,
+                optimizer=", ".join(type(one).__name__ for one in members),
+                controller=(
+                    controller
+                    if isinstance(controller, str)
+                    else type(self.controller).__name__
+                ),
+                slots=self.model.slots,
+                mode=mode,
+                budget=budget,
+                decisions=None if stop == "anytime" else decisions or DEFAULT_DECISIONS,
+                rent=rent,
+                rng_seed=rng_seed,
+            )
+
+            def opened() -> float:
+                if loggers and ranks.is_first:
+                    self._log = GrowthLog(loggers, settings)
+                    finalize(self, self._log.close)
+                return float(self._log is not None)
+
+            self._is_logged = ranks.value_of_first(opened, "the logger") > 0
+            self._log_begins = self._is_logged
+            """Whether the log begins with the next batch or decision."""
         self.model.undo_steps.clear()
         if self.model.former is not None:
             self.model.former.give_up(self.model)
@@ -204,7 +252,7 @@ class Grower(NamedOps):
                 stacklevel=2,
             )
         self._budget = budget
-        self.decisions = None if stop == "anytime" else decisions or DEFAULT_DECISIONS
+        self.decisions = settings.decisions
         self.rent = rent
         if isinstance(budget, int):
             self._warn_if_too_small(budget)
@@ -217,12 +265,11 @@ class Grower(NamedOps):
                 EsperWarning,
                 stacklevel=2,
             )
-        members = self._surgery.optimizer.members
         self._settings = {
             "controller": controller if isinstance(controller, str) else "",
             "kind of controller": type(self.controller).__name__,
             "mode": mode,
-            "optimizer": ", ".join(type(one).__name__ for one in members),
+            "optimizer": settings.optimizer,
         }
         self._ranks = ranks
         self.history: list[GrowthDecision] = []
@@ -249,6 +296,8 @@ class Grower(NamedOps):
         self._lagging: WeakKeyDictionary[nn.Module, list[float]] = WeakKeyDictionary()
         """Checksums of copies of the host that have not grown with it."""
         self._has_warned = False
+        self._start = self._widths = layer_widths(self.model)
+        """Widths of the layers when the history begins, and after the last decision."""
         self._by_hand: set[int] = set()
         """Slots with seeds planted by hand, which the controller must not change."""
 
@@ -265,6 +314,11 @@ class Grower(NamedOps):
         given = self._budget
         host = self.model.first_cost.parameters
         return given if isinstance(given, float) else given / host
+
+    @property
+    def batches(self) -> int:
+        """Batches since the Grower was built, also before a resume."""
+        return (self.history[-1].batches if self.history else 0) + self._batches
 
     def loss(self, closure: Callable[[], Tensor]) -> Tensor:
         """Return the loss of one batch; call `backward` on it as usual.
@@ -338,6 +392,8 @@ class Grower(NamedOps):
                 "built. Load weights into them in place (without assign=True)."
             )
         self.safety.refuse_untrained()
+        if self._log_begins:
+            self._begin_log()
         self._warn_of_outdated_copy()
         healed = self.safety.check_decision()
         measured = self._ranks.value_of_first(lambda: self._scorer.measure(metric))
@@ -353,7 +409,7 @@ class Grower(NamedOps):
         self.safety.remove_broken_seeds()
         macs = self.model.macs / max(self.model.first_cost.macs, 1)
         self._compute += self._batches * macs
-        self._batches = 0
+        batches, self._batches = self.batches, 0
         if not self._used_loss:
             self._skip_training()
         actions, state, why_not = self._decide(track)
@@ -365,6 +421,7 @@ class Grower(NamedOps):
             self._track, self._controller_state = track, state
             self.model.tick(0)
             receipts, events = self.model.collect()
+            widths = layer_widths(self.model)
             decision = GrowthDecision(
                 step=len(self.history),
                 metric=measured,
@@ -377,9 +434,14 @@ class Grower(NamedOps):
                 receipts=receipts,
                 events=events,
                 incidents=tuple(self.safety.incidents),
+                batches=batches,
+                widths=changes_of(self._widths, widths),
             )
             self.history.append(decision)
+            self._widths = widths
             self.model.step = len(self.history)
+            if self._log is not None:
+                self._log.add(self.history, self._losses, self.model, self.budget)
             self._ranks.from_first(self.model.buffers())
             self._ranks.refuse_different(self.model)
             self._losses, self._used_loss, self._moved = [], False, False
@@ -406,6 +468,8 @@ class Grower(NamedOps):
         )
         self._ranks.from_first([actions])
         refuse_illegal(actions, masks)
+        if self._log is not None:
+            self._log.decide(observation, masks, actions, self.controller, self.model)
         actions = actions.clone()
         actions[0, HEAD["slot"]] = decided[int(actions[0, HEAD["slot"]])]
         waits = int(actions[0, HEAD["op"]]) == Op.WAIT
@@ -490,16 +554,51 @@ class Grower(NamedOps):
         """The summary."""
         return self.summary()
 
+    def plot(self) -> "Figure":
+        """A matplotlib figure: metric, loss and the width of every layer over batches.
+
+        Markers are where seeds were planted, kept and pruned. Of more than
+        600 decisions, 600 are drawn.
+        """
+        from esper.report.figures import growth_figure
+
+        first = first_widths(self.model)
+        missing = any(first.get(n, wide) != wide for n, wide in self._start.items())
+        history = [*self.history, self._unfinished()]
+        return growth_figure(history, self._start, missing=missing)
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks."""
+        from esper.report.figures import growth_table
+
+        return growth_table(
+            [*self.history, self._unfinished()],
+            first_widths(self.model),
+            layer_widths(self.model),
+            (self.model.first_cost.parameters, self.model.count().parameters),
+        )
+
     def detach(self) -> None:
         """Finish growth and leave the host and the optimizer, which keep what grew.
 
         Wrap the host in a new `DistributedDataParallel` afterwards.
         """
+        self.close()
         if self.model.is_replaced:
             return
         with uninterrupted():
             self.model.detach()
             self._surgery.detach()
+
+    def close(self, *, finished: bool = True) -> None:
+        """Write what is left to the loggers and release the folder of the run.
+
+        `finished` marks the run as complete. Further training is not logged.
+        """
+        log, self._log = self._log, None
+        self._is_logged = self._log_begins = False
+        if log is not None:
+            log.close(self.model, finished=finished)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume bitwise, as plain data and tensors.
@@ -508,14 +607,9 @@ class Grower(NamedOps):
         `load_state_dict`. Save schedulers and data loaders yourself.
         """
         monitor = self.safety.monitor
-        pending = GrowthDecision(
-            step=-1,
-            metric=nan,
-            loss=nan,
-            receipts=tuple(self.model.receipts),
-            events=tuple(self.model.events),
-            incidents=tuple(self.safety.incidents),
-        )
+        if self._log is not None:
+            self._log.flush()
+        unfinished = self._unfinished()
         return {
             "format": FORMAT,
             "model": self.model.state_dict(),
@@ -531,10 +625,12 @@ class Grower(NamedOps):
             "losses": [*self._losses],
             "flags": [self._used_loss, self._skipped_training, self._moved],
             "compute": [self._batches, self._compute],
+            "start": self._start,
             "by_hand": sorted(self._slots_by_hand()),
             "depths": [*self.model.depths],
-            "history": PLAIN.dump_python([*self.history, pending], mode="json"),
+            "history": PLAIN.dump_python([*self.history, unfinished], mode="json"),
             "settings": dict(self._settings),
+            "runs": self._log.ids if self._log is not None else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -565,6 +661,22 @@ class Grower(NamedOps):
             raise InvalidInputError(
                 f"this saved Grower cannot be loaded: {described(error)}"
             ) from error
+        self._log_begins = self._is_logged
+        if self._log is not None:
+            self._log.known = [str(one) for one in state.get("runs", ())]
+
+    def _unfinished(self) -> GrowthDecision:
+        """What has happened since the last decision."""
+        return GrowthDecision(
+            step=-1,
+            metric=nan,
+            loss=nan,
+            receipts=tuple(self.model.receipts),
+            events=tuple(self.model.events),
+            incidents=tuple(self.safety.incidents),
+            batches=self.batches,
+            widths=changes_of(self._widths, layer_widths(self.model)),
+        )
 
     def _match_depths(self, state: Mapping[str, Any], undo: list[Change]) -> None:
         """Give the host the depths of a saved state."""
@@ -623,7 +735,11 @@ class Grower(NamedOps):
         self._used_loss, self._skipped_training, self._moved = state["flags"]
         self._batches, self._compute = state["compute"]
         self._by_hand = {*state["by_hand"]}
+        self._start = {**state["start"]}
         *self.history, unfinished = PLAIN.validate_python(state["history"])
+        self._widths = self._start
+        for decision in self.history:
+            self._widths = changed_widths(self._widths, decision)
         self.model.step = len(self.history)
         self.model.receipts = [*unfinished.receipts]
         self.model.events = [*unfinished.events]
@@ -751,10 +867,25 @@ class Grower(NamedOps):
     def _after_load(self) -> None:
         """Called after a state was loaded into the host."""
         self._own = [id(p) for p in host_parameters(self.model.host).values()]
+        if not self.history:
+            self._start = self._widths = layer_widths(self.model)
         self._snapshot()
+
+    def _begin_log(self) -> None:
+        """Begin to log; raises on all ranks if the run is of another training."""
+
+        def begin() -> float:
+            if self._log is not None:
+                self._log.begin(self.history, self.model)
+            return 0.0
+
+        self._ranks.value_of_first(begin, "the logger")
+        self._log_begins = False
 
     def _after_step(self) -> None:
         """Called after each optimizer step: advance seeds by their tempos."""
+        if self._log_begins:
+            self._begin_log()
         self._batches += 1
         if self.model.seeds.count_batch():
             return

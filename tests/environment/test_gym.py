@@ -37,7 +37,8 @@ from tests.environment.test_growing import TINY as BLOBS
 from tests.worlds import PROBE_SPEC, blank_observation
 
 ID = "esper.environment.gym:esper/Grow-v0"
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gym.md").read_text("utf-8")
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "howto.md"
+PAGE = HOW_TO.read_text("utf-8").split("## Use agents of another library")[1]
 TINY = replace(BLOBS, name="tiny", host=MlpHost((5, 6, 3)), batch=8)
 
 
@@ -428,7 +429,7 @@ def test_the_examples_of_the_page_run_as_they_stand(capsys):
     by_hand, masked, many = ({}, {}, {})
     examples = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     for example, names in zip(examples, (by_hand, masked, many), strict=True):
-        exec(compile(example, "docs/gym.md", "exec"), names)
+        exec(compile(example, "docs/howto.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines[:-1]) >= 10
     assert " with " in lines[10]

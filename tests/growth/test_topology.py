@@ -58,7 +58,7 @@ def test_the_summary_lists_changes_reasons_and_incidents():
         "second#0",
         "TRAINING",
         "residual_mlp",
-        "GERMINATE a->b#0 widen_8: output changed by 0",
+        "GERMINATE a->b#0 widen_8\n",
         "2 x  no slot is free",
         "what was refused (3 batches in all",
         "refused: the loss is not finite (nan)",

@@ -293,6 +293,14 @@ def test_numbers_are_clipped_for_the_environment_alone():
     assert {0.0, 90.0} < {float(number) for (number,) in given}
 
 
+def test_numbers_without_a_bound_begin_where_draws_differ():
+    largest = np.finfo(np.float32).max
+    low, high = np.array([[5, -np.inf, -largest, 0], [np.inf, -7, largest, np.inf]])
+    spec = SpaceSpec(TOOLS, spaces.Box(low.astype("f"), high.astype("f")))
+    drawn = spec.to_env(torch.tensor([[-1.0] * 4, [0.5] * 4, [2.0] * 4]))
+    assert drawn.tolist() == [[5, -8, -1, 0], [5.5, -7, 0.5, 0.5], [7, -7, 2, 2]]
+
+
 def test_what_is_no_choice_is_refused_by_the_buffer():
     agent = PPO(lambda: Workshop(TOOLS, masked=False), **SMALL)
     seen = agent.world.reset()

@@ -29,6 +29,7 @@ from esper import (
     blueprint,
     check_blueprint,
     collect,
+    datasets,
     enlarge,
     fit,
     load,
@@ -131,7 +132,9 @@ def users_linear(place: Geometry) -> nn.Module:
 
 def growing(folder: Path) -> None:
     """A network that grows in a loop of one's own."""
-    x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+    train, _, _ = datasets.load("vowel", rng_seed=1)
+    assert_type(train, datasets.Data)
+    x, y = train.features[:16, :4], train.labels[:16] % 2
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     slots = suggest_slots(model, x)

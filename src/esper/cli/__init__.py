@@ -26,6 +26,7 @@ from esper.cli.output import (
 from esper.cli.ppo import DOCTOR, PPO
 from esper.cli.runs import COMPLETION, EXPORT, REPORT, RUNS
 from esper.cli.train import CONFIG, TRAIN
+from esper.cli.watch import WATCH
 from esper.workers.deadline import Watch
 
 COMMANDS: Final[dict[str, Command]] = {
@@ -35,6 +36,7 @@ COMMANDS: Final[dict[str, Command]] = {
     "ppo": PPO,
     "doctor": DOCTOR,
     "record": RECORD,
+    "watch": WATCH,
     "report": REPORT,
     "runs": RUNS,
     "export": EXPORT,
@@ -48,6 +50,7 @@ examples:
   esper train                          train a controller (about five minutes)
   esper train --resume NAME            resume an interrupted run
   esper train --preset simulated       use the simulated world (three minutes)
+  esper watch                          follow the newest run while it trains
   esper report NAME                    write the report of a run
   esper grow --task letter --controller tamiyo
                                        grow one network and print its history

@@ -110,6 +110,22 @@ NEXT_STAGE: Final[Tensor] = torch.tensor(
 """The stage after an op, int64 [op, stage]; unchanged where the op is illegal."""
 
 
+GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
+STAGE_EVENTS: Final[Mapping[tuple[Stage, Stage], str]] = MappingProxyType(
+    {
+        **{(Stage.DORMANT, stage): "planted" for stage in GROWING},
+        (Stage.TRAINING, Stage.BLENDING): "blending",
+        (Stage.TRAINING, Stage.HOLDING): "holding",
+        (Stage.BLENDING, Stage.HOLDING): "holding",
+        (Stage.HOLDING, Stage.FOSSILIZED): "kept",
+        (Stage.COOLING, Stage.DORMANT): "cleared",
+        **{(stage, Stage.COOLING): "pruned" for stage in GROWING},
+        **{(stage, Stage.DORMANT): "pruned" for stage in GROWING},
+    }
+)
+"""Names of changes of a stage in records."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChanged:
     """A change of a slot's stage."""

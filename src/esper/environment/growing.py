@@ -148,6 +148,26 @@ class GrowingWorld(Stateful, VectorWorld):
         self._courses: dict[int, tuple[Tensor, Tensor]] = {}
         """Gains `[group, decision]` and errors `[group]` without growth, by episode."""
 
+    @property
+    def slot_names(self) -> list[str]:
+        """Names of all slots."""
+        names = self.host.slots
+        return [
+            f"{names[n % len(names)]}#{n // len(names)}"
+            for n in range(self.cohort.slots)
+        ]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Names of the hidden layers, one for each place, and of the output."""
+        ends = [name.split("->") for name in self.host.slots]
+        return [*(inlet for inlet, _ in ends), ends[-1][1]]
+
+    @property
+    def outputs(self) -> int:
+        """Units of the output."""
+        return self.host.layers[-1].outputs
+
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""

@@ -37,7 +37,8 @@ class Receipt:
     def __str__(self) -> str:
         """One line."""
         what = f" {self.blueprint}" if self.blueprint else ""
-        return f"{self.op} {self.slot}{what}: output changed by {self.jump:.3g}"
+        change = f": output changed by {self.jump:.3g}" if self.jump else ""
+        return f"{self.op} {self.slot}{what}{change}"
 
 
 class NamedOps:

@@ -65,7 +65,9 @@ class DistributedContext:
                 dist.broadcast(held, source, self.group)
                 tensor.detach().copy_(held)
 
-    def value_of_first(self, measure: Callable[[], float]) -> float:
+    def value_of_first(
+        self, measure: Callable[[], float], what: str = "the metric"
+    ) -> float:
         """Value of the first rank; raises on all ranks if it raises there.
 
         All ranks call `measure`, since it may communicate.
@@ -83,7 +85,7 @@ class DistributedContext:
             if self.is_first and problem is not None:
                 raise problem
             raise InvalidStateError(
-                "the metric failed on the first rank. See the error of that rank."
+                f"{what} failed on the first rank. See the error of that rank."
             )
         return float(answer[1])
 

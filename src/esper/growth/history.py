@@ -1,17 +1,18 @@
 """The log of decisions of a growing model, and its summary on one page."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.actions import Receipt
-from esper.growth.analysis.host_layers import units_of
+from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
 from esper.growth.blueprints.registry import Cost
-from esper.growth.model import GrowingModel
+from esper.growth.model import FOLDED, GrowingModel
+from esper.growth.saving.saved_topology import NAME
 
 MAX_SEEDS_LISTED: Final = 16
 MAX_CHANGES_LISTED: Final = 8
@@ -36,6 +37,10 @@ class GrowthDecision:
     receipts: tuple[Receipt, ...] = ()
     events: tuple[StageChanged, ...] = ()
     incidents: tuple[str, ...] = ()
+    batches: int = 0
+    """Batches since the Grower was built."""
+    widths: tuple[tuple[str, int], ...] = ()
+    """Layers whose width is new since the last decision; 0: there is none now."""
 
     def __bool__(self) -> bool:
         """Whether anything changed."""
@@ -52,6 +57,60 @@ class GrowthDecision:
 
 PLAIN: Final = TypeAdapter(list[GrowthDecision])
 """Converts decisions to plain data and back."""
+
+
+def layer_widths(model: GrowingModel) -> dict[str, int]:
+    """Units of every layer of the host, with those of seeds that have blended in."""
+    layers = {
+        name: module
+        for name, module in model.host.named_modules()
+        if is_layer(module) and not f"{name}.".startswith(f"{NAME}.")
+    }
+    widths = {name: units_of(layer) for name, layer in layers.items()}
+    for slot, seed in model.seeds.widening_seeds().items():
+        if int(model.seeds.states.stage[0, slot]) != Stage.TRAINING:
+            for name in model.seeds.place(slot).widened:
+                widths[name] += seed.blueprint.size
+    return widths
+
+
+def first_widths(model: GrowingModel) -> dict[str, int]:
+    """Units of every layer before anything grew; of a new block, its original's."""
+    found = {}
+    for name in layer_widths(model):
+        layer = model.host.get_submodule(name)
+        kind, shape = kind_of(layer), model.seeds.sizes[f"{name}.weight"]
+        found[name] = int(shape[1 if kind is not None and kind.transposed else 0])
+    return found
+
+
+def changes_of(
+    before: Mapping[str, int], now: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Layers whose width changed, with the new one; 0 for those that are gone."""
+    names = dict.fromkeys((*now, *before))
+    return tuple((n, now.get(n, 0)) for n in names if before.get(n, 0) != now.get(n, 0))
+
+
+def changed_widths(
+    widths: Mapping[str, int], decision: GrowthDecision
+) -> dict[str, int]:
+    """Widths of all layers after a decision, given those before it."""
+    now = {**widths, **dict(decision.widths)}
+    return {name: width for name, width in now.items() if width}
+
+
+def outcome(event: StageChanged) -> Literal["planted", "kept", "pruned", ""]:
+    """What an event means for a seed; empty for stages in between."""
+    if event.before is Stage.DORMANT:
+        return "planted"
+    if Stage.FOSSILIZED in (event.before, event.after):
+        return "kept" if event.after is Stage.FOSSILIZED else ""
+    if event.after not in (Stage.COOLING, Stage.DORMANT):
+        return ""
+    if event.reason == FOLDED:
+        return "kept"
+    return "" if event.before is Stage.COOLING else "pruned"
 
 
 def summary(
@@ -106,18 +165,16 @@ def summary(
 
 
 def _seeds(model: GrowingModel) -> list[str]:
-    depths = dict(reversed(model.depths))
-    wide = max(map(len, (*model.slots, *depths)), default=0)
+    depths, first = dict(reversed(model.depths)), first_widths(model)
+    now = layer_widths(model)
+    grown = [name for name in now if first[name] != now[name]]
+    wide = max(map(len, (*model.slots, *depths, *grown)), default=0)
     lines = [
         f"  {name:<{wide}}  {max(order) + 1} -> "
         f"{len([*model.host.get_submodule(name).children()])} blocks"
         for name, order in depths.items()
     ]
-    for place in model.seeds.places:
-        if place.geometry.spans:
-            before = model.seeds.units_before(place)
-            if before != (now := units_of(place.inlet)):
-                lines.append(f"  {place.site.name:<{wide}}  {before} -> {now} units")
+    lines += [f"  {name:<{wide}}  {first[name]} -> {now[name]} units" for name in grown]
     for slot, name in enumerate(model.slots):
         stage = model.stage(name)
         if stage is not Stage.DORMANT:

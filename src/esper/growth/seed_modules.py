@@ -382,6 +382,7 @@ class SeedModules(nn.ModuleDict):
             for hooks in self.hooks
         ]
         failed, stream = dict(self.flow.failed), self.generator.get_state()
+        twins = None if self.twins is None else dict(self.twins)
 
         def put_back() -> None:
             self.clear()
@@ -392,7 +393,7 @@ class SeedModules(nn.ModuleDict):
             for hooks, kept in zip(self.hooks, branches, strict=True):
                 hooks.branches = kept
             self.resize(geometries)
-            self.states, self.flow.failed = states, failed
+            self.states, self.flow.failed, self.twins = states, failed, twins
             self.generator.set_state(stream)
 
         return put_back

@@ -84,10 +84,10 @@ def space_of(data: Mapping[str, Any]) -> Space[Any]:
             return spaces.MultiBinary(data["n"])
         case "Box":
             shape, kind = tuple(data["shape"]), _dtype(data)
-            low, high = (
-                np.broadcast_to(np.array(data[name]), shape).astype(kind)
-                for name in ("low", "high")
-            )
+            bounds = [np.array(data[name]) for name in ("low", "high")]
+            if kind.kind == "b":  # NumPy reads "False" as True
+                bounds = [texts == "True" for texts in bounds]
+            low, high = (np.broadcast_to(x, shape).astype(kind) for x in bounds)
             return spaces.Box(low, high, shape, dtype=kind.type)
     raise InvalidInputError(f"there is no space {quoted(data['kind'])}.")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack
 
 import gymnasium
 import numpy as np
@@ -51,6 +51,7 @@ from esper.files import (
     require_explained,
     storage,
 )
+from esper.rl.curve import LearningCurve
 from esper.rl.encoders import Encoder
 from esper.rl.nested import batch_of_one, first_of
 from esper.rl.observations import ObservationReader
@@ -90,6 +91,9 @@ from esper.training.loop import (
 )
 from esper.workers.deadline import TIMEOUT
 from esper.workers.jobs import machine_memory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Array = NDArray[Any]
 
@@ -169,8 +173,8 @@ class PPO(Stateful):
             the CPU.
     """
 
-    STATE = ("agent", "observations", "generator", "env_steps", "rounds")
-    DERIVED = ("_rollout", "_recent")
+    STATE = ("agent", "observations", "generator", "env_steps", "rounds", "curve")
+    DERIVED = ("_rollout", "_recent", "_ended")
     relative = False
 
     @names_checked
@@ -269,6 +273,11 @@ class PPO(Stateful):
         """Make what is learnt and what learns."""
         if vector is not None:
             _require_memory(spec, settings)
+            if vector.resets_later and settings.rollout_steps == 1:
+                raise InvalidInputError(
+                    "rollout_steps must be at least 2: these environments spend a step "
+                    "on each reset."
+                )
             for name in vector.spec.dropped:
                 what = one_line(f"{name!r} of the observation is text and is left out")
                 advice = "Turn it into numbers in a wrapper if the agent needs it"
@@ -309,6 +318,10 @@ class PPO(Stateful):
         """Whether its environments have masks: then no action is chosen without."""
         self.progress = 0.0
         """Progress of the schedules in the last round, from 0 to 1."""
+        self.curve = LearningCurve(spec.head_names)
+        """Return and update health so far."""
+        self._ended = torch.zeros(0)
+        """Returns of the episodes that ended in the last rollout."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._rollout: RolloutState | None = None
 
@@ -346,8 +359,9 @@ class PPO(Stateful):
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
-            reset_num_timesteps: Start learning rate, entropy coefficients and
-                `env_steps` again as in a new agent. Weights and statistics are kept.
+            reset_num_timesteps: Start learning rate, entropy coefficients, `env_steps`
+                and the curve of `plot` again as in a new agent. Weights and statistics
+                are kept.
             progress: Show a progress bar.
             callback: A function of the record of every update, which ends learning by
                 returning False; a `Callback` as in `esper.rl.callbacks`; or a list.
@@ -372,6 +386,7 @@ class PPO(Stateful):
         if reset_num_timesteps:
             self.env_steps, self.progress = 0, 0.0
             self._recent.clear()
+            self.curve.clear()
         rounds = math.ceil(total_steps / (settings.num_envs * settings.rollout_steps))
         loop = TrainingLoop(
             self,
@@ -417,12 +432,14 @@ class PPO(Stateful):
         )
         self.observations.moments.settle()
         self.env_steps += stats.env_steps
+        self._ended = stats.returns
         return [WorldRollout({}, stats)]
 
     def update(self) -> UpdateRecord:
         """Learn from what was collected."""
         update = self.agent.update()
         self.rounds += 1
+        self.curve.add(self.env_steps, self._ended, update)
         self._scale_images()
         return update
 
@@ -568,11 +585,6 @@ class PPO(Stateful):
             if source is self._source and vector.is_given:
                 self._rollout = None
             found = play(vector, decide, quota, max_steps=max_steps)
-        except InvalidStateError:
-            raise InvalidInputError(
-                f"some episode did not end within {max_steps} steps; set a time limit: "
-                "gymnasium.make(..., max_episode_steps=1000)."
-            ) from None
         finally:
             vector.release()
         return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
@@ -591,6 +603,15 @@ class PPO(Stateful):
                 "the environment of the agent cannot be copied; give evaluate(env=...)."
             )
         return partial(gymnasium.make, spec)
+
+    def plot(self) -> "Figure":
+        """A matplotlib figure: return and update health over steps.
+
+        It has at most 256 points, also after `PPO.load`.
+        """
+        from esper.report.figures import ppo_figure
+
+        return ppo_figure(*self.curve.columns(), self.settings.target_kl)
 
     def save(self, path: str | Path) -> None:
         """Write the agent and everything that it learnt to one file."""
@@ -683,6 +704,8 @@ class PPO(Stateful):
             raise InvalidStateError(
                 "there is no environment to learn in; PPO.load(env=...)."
             )
+        if getattr(self.world.env, "closed", False):
+            raise InvalidStateError("the environments are closed. Make a new agent.")
         return self.world
 
     def _require_masks(self, masks: Tensor | None) -> None:

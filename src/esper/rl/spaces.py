@@ -14,6 +14,7 @@ called choices. Other spaces raise an error.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
@@ -155,6 +156,11 @@ class SpaceSpec:
             raise InvalidInputError(
                 f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
                 "choices, which is too many. Split it into several steps."
+            )
+        names = sorted(self.head_names)
+        if twins := [one for one, other in pairwise(names) if one == other]:
+            raise InvalidInputError(
+                f"two heads of the action are called {quoted(twins[0])}. Rename one."
             )
         if self.head_relevance is None:
             return
@@ -674,9 +680,10 @@ def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
 def _scaled(space: spaces.Box, numbers: Array) -> Array:
     """Numbers scaled from [-1, 1] to the bounds of a Box, and clipped."""
     low, high = space.low.reshape(-1), space.high.reshape(-1)
-    bounded = np.isfinite(low) & np.isfinite(high)
+    # The largest float32 is how many environments write "no bound".
+    bounded = np.maximum(np.abs(low), np.abs(high)) < np.finfo(np.float32).max
     with np.errstate(invalid="ignore", over="ignore"):
-        middle = np.where(bounded, 0.5 * low + 0.5 * high, 0.0)
+        middle = np.where(bounded, 0.5 * low + 0.5 * high, np.clip(0.0, low, high))
         half = np.where(bounded, 0.5 * high - 0.5 * low, 1.0)
     scaled: Array = np.clip(middle + half * numbers, low, high)
     return scaled

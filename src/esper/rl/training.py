@@ -19,18 +19,16 @@ from typing import Final
 from esper.contracts.errors import EsperError, InvalidInputError, RunLockedError
 from esper.contracts.messages import one_line, quoted, refusal, short
 from esper.contracts.state import leaves
-from esper.files import storage
 from esper.rl.ppo import PPO
 from esper.rl.settings import PPORunConfig, PPOSettings
 from esper.runs.records import TEST
-from esper.runs.run import CONFIG, STORE, Run, invented_name, versions_now
+from esper.runs.run import STORE, Run, versions_now
 from esper.runs.settings import as_toml, construct, table_of
 from esper.runs.sinks import (
     Loggers,
-    SupportsLog,
-    is_folder,
     require_loggers,
     resumed_loggers,
+    split_loggers,
 )
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import Budget
@@ -86,19 +84,13 @@ class RunFolder(RecordEpisodes):
         """Create the folder, or open that of an earlier call."""
         agent, path = loop.algorithm, self._path
         env = one_line(agent.world.name)
-        if (path / CONFIG).exists():
-            run = Run.open(path)
-        else:
-            with storage(path, "create"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            facts = {"kind": LEARN, "rng_seed": agent.settings.seed, "tasks": [env]}
-            toml = as_toml(agent.settings)
-            run = Run.create(path.parent, path.name, toml, facts)
+        facts = {"kind": LEARN, "rng_seed": agent.settings.seed, "tasks": [env]}
+        run = Run.create_or_open(path, as_toml(agent.settings), facts)
         self._run = self._opened.enter_context(run)
         store = self._opened.enter_context(Store(path / STORE, run.id))
         query = "SELECT round, env_steps FROM live_rounds ORDER BY round DESC LIMIT 1"
         known, steps = (store.fetch(query) or [(0, loop.env_steps)])[0]
-        if run.kind != LEARN or steps != loop.env_steps:
+        if steps != loop.env_steps:
             raise RunLockedError(
                 f"{short(path)} has another training. Give another folder."
             )
@@ -118,21 +110,9 @@ class RunFolder(RecordEpisodes):
 
 
 def log_callbacks(agent: PPO, given: Loggers) -> list[Callback]:
-    """Callbacks for the loggers of `PPO.learn`.
-
-    Those without a folder use the first folder that is given, or one in `logs`.
-    """
+    """Callbacks for the loggers of `PPO.learn`."""
     loggers = require_loggers(given)
-    folders = [Path(each) for each in loggers if is_folder(each)]
-    others = [
-        each
-        for each in loggers
-        if isinstance(each, str | SupportsLog) and not is_folder(each)
-    ]
-    if folders:  # each has a table of its own
-        tables = [f"csv:{folder}" for folder in folders]
-        others = [*tables, *(each for each in others if each != "csv")]
-    folder = folders[0] if folders else Path("logs") / invented_name()
+    folders, folder, others = split_loggers(loggers)
     log = Log(others, folder.name, folder, agent.settings)
     return [*map(RunFolder, folders), log] if loggers else []
 
@@ -169,17 +149,10 @@ def resume_ppo(
     device: str | None = None,
     logger: Sequence[str] | None = None,
 ) -> RunResult:
-    """Resume a run from its newest good checkpoint.
+    """Resume a run from its newest good checkpoint; None leaves a setting as before.
 
-    Args:
-        path: The folder of the run.
-        callbacks: Called in addition to those that record and save.
-        env: The environment's id, which must be that of the run.
-        trust: Import the module that the run names in an id "module:Id". Without it,
-            `env` must repeat such an id, since a file must not choose code.
-        env_timeout: New time limit of one call in seconds; None: as before.
-        device: Device of the policy from now on; None: as before.
-        logger: Loggers from now on; None: as before.
+    Without `trust`, `env` must repeat an id "module:Id", since a file must not choose
+    code. `callbacks` are called in addition to those that record and save.
     """
     with Run.open(path) as run:
         if run.finished is not None:

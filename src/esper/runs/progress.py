@@ -97,6 +97,13 @@ def print_line(console: Console, text: str) -> None:
     console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
+def duration(seconds: float) -> str:
+    """A time in one unit, as text."""
+    if seconds >= 3_600:
+        return f"{seconds / 3_600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
 def sparkline(values: Sequence[float]) -> str:
     """Values as bars; many values are averaged in groups."""
     known = np.asarray(values, dtype=np.float64)

@@ -168,6 +168,22 @@ class Run:
         return cls(path, disk, lock)
 
     @classmethod
+    def create_or_open(
+        cls, path: Path, config_toml: str, facts: Mapping[str, Any]
+    ) -> "Run":
+        """Create the run of a folder, or open it if it is of the same kind."""
+        if not (path / CONFIG).exists():
+            with storage(path, "create"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            return cls.create(path.parent, path.name, config_toml, facts)
+        if (kind := cls.read(path).kind) != facts["kind"]:
+            raise RunLockedError(
+                f"{short(path)} has another training, of kind {quoted(kind)}. Give "
+                "another folder."
+            )
+        return cls.open(path)
+
+    @classmethod
     def open(cls, path: Path) -> "Run":
         """Open a run and lock it."""
         run = cls.read(path)

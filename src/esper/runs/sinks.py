@@ -12,8 +12,9 @@ import io
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -23,8 +24,17 @@ from typing import Annotated, Any, Final, Protocol, TypeGuard, runtime_checkable
 
 from pydantic import AfterValidator
 
-from esper.contracts.messages import quoted, refusal, short, unknown
+from esper.contracts.errors import EsperWarning
+from esper.contracts.messages import (
+    described,
+    one_line,
+    quoted,
+    refusal,
+    short,
+    unknown,
+)
 from esper.files import Disk, publish, read_text, storage
+from esper.runs.run import invented_name
 
 PROGRESS: Final = "progress.csv"
 PROJECT: Final = "esper"
@@ -54,6 +64,7 @@ class Sink(SupportsLog, Protocol):
         ...
 
 
+Log = Callable[[dict[str, float], int], object]
 Logger = str | os.PathLike[str] | SupportsLog
 """A name such as "csv" or "csv:FOLDER", the folder of a run, or an object."""
 Loggers = Logger | Sequence[Logger] | None
@@ -309,30 +320,66 @@ def is_folder(logger: Logger) -> TypeGuard[str | os.PathLike[str]]:
     return name not in SINKS
 
 
+def split_loggers(
+    loggers: Sequence[Logger],
+) -> tuple[list[Path], Path, list[str | SupportsLog]]:
+    """Folders of runs, a folder for loggers without one, and those other loggers.
+
+    Each folder gets a table of metrics. Without folders it is a new one in `logs`.
+    """
+    folders = [Path(each) for each in loggers if is_folder(each)]
+    others = [
+        each
+        for each in loggers
+        if isinstance(each, str | SupportsLog) and not is_folder(each)
+    ]
+    if folders:
+        tables = [f"csv:{folder}" for folder in folders]
+        others = [*tables, *(each for each in others if each != "csv")]
+    return folders, folders[0] if folders else Path("logs") / invented_name(), others
+
+
+@contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Turn an error into a warning: a logger must not end a training."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{what} is not written any more: {described(error)}."
+        warnings.warn(one_line(text), EsperWarning, stacklevel=4)
+
+
 class Sinks:
-    """Several loggers as one sink; closes those that it has opened itself."""
+    """Several loggers as one sink; closes those that it has opened itself.
+
+    One that fails is not used any more, with a warning.
+    """
 
     def __init__(self, loggers: Sequence[str | SupportsLog], info: RunInfo) -> None:
-        self._logs: list[Callable[[dict[str, float], int], object]] = []
+        self._logs: list[tuple[str, Log]] = []
         with ExitStack() as opened:
             for logger in loggers:
                 if isinstance(logger, str):
                     name, folder = parse_logger(logger)
                     sink = SINKS[name](folder, info)
                     opened.callback(sink.close)
-                    self._logs.append(sink.log)
+                    self._logs.append((quoted(logger), sink.log))
                 else:
-                    self._logs.append(logger.log)
+                    self._logs.append((type(logger).__name__, logger.log))
             self._opened = opened.pop_all()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record named values of one step in every logger."""
-        for log in self._logs:
-            log({**values}, step)
+        given, self._logs = self._logs, []
+        for name, log in given:
+            with warned(f"logger {name}"):
+                log({**values}, step)
+                self._logs.append((name, log))
 
     def close(self) -> None:
         """Finish writing."""
-        self._opened.close()
+        with warned("a logger"):
+            self._opened.close()
 
 
 def _made(folder: Path) -> Path:

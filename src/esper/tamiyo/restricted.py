@@ -20,6 +20,7 @@ from esper.contracts.world import (
     ControllerState,
     Observation,
 )
+from esper.simic.agent.distribution import Decision
 
 BLUEPRINT: Final = HEAD["blueprint"]
 GERMINATE: Final = Op.GERMINATE.value
@@ -88,6 +89,11 @@ class Restricted:
             plants, self._known[actions[:, BLUEPRINT]], 0
         )
         return actions, state
+
+    @property
+    def decided(self) -> Decision | None:
+        """The last decision of a policy, in the restricted action space."""
+        return getattr(self._controller, "decided", None)
 
     def _observed(self, observation: Observation) -> Observation:
         """Return the observation without unknown blueprints."""

@@ -17,7 +17,7 @@ from rich.console import Console
 from esper.contracts.errors import StorageError
 from esper.contracts.state import save
 from esper.runs.checkpoint import CheckpointFolder
-from esper.runs.progress import Progress, print_line, sparkline
+from esper.runs.progress import Progress, duration, print_line, sparkline
 from esper.runs.records import (
     ENDLESS,
     VALIDATION,
@@ -204,9 +204,7 @@ def time_left(record: RoundRecord, minutes: float | None) -> str:
     seconds = record.seconds / record.round * (record.rounds - record.round)
     if minutes is not None:
         seconds = min(seconds, max(60 * minutes - record.seconds, 0.0))
-    if seconds >= 3_600:
-        return f"{seconds / 3_600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    return duration(seconds)
 
 
 class Evaluate(Callback):

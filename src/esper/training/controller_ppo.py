@@ -29,7 +29,7 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rollout import RolloutState, Transition, collect, start
 from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.training.loop import Callback, TrainingLoop, WorldRollout
-from esper.training.rows import rows_of
+from esper.training.rows import decision_rows, recorded_hosts, rows_of
 from esper.workers.jobs import Workers
 
 if TYPE_CHECKING:
@@ -90,8 +90,11 @@ def play_shard(weights: Tensors, job: ShardJob) -> ShardRollout:
     episode = shard.episodes + first.cumsum(dim=0)
     kept = None if mixture.redrawn else live
     after = Shard(episode[-1], kept, mixture.keep(number, world))
+    columns = buffer.columns()
+    hosts = min(recorded_hosts(number, len(mixture.counts)), world.num_envs)
     rows = rows_of(steps, episode, world)
-    return ShardRollout(rows, stats, after, buffer.columns())
+    rows |= decision_rows(steps, episode, world, columns, hosts)
+    return ShardRollout(rows, stats, after, columns)
 
 
 def require_played(job: ShardJob, buffer: TamiyoRolloutBuffer, played: object) -> None:

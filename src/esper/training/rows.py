@@ -5,20 +5,26 @@ pass several stages within one decision. After the end of an episode the observa
 of the next one, so the effect of the last decision is computed from its action.
 """
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final, TypeVar
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from esper.contracts.actions import HEAD, HEADS, Op
+from esper.contracts.devices import map_tensors
 from esper.contracts.slots import SlotStates
-from esper.contracts.stages import NEXT_STAGE, Stage
-from esper.contracts.world import VectorWorld
+from esper.contracts.stages import NEXT_STAGE, STAGE_EVENTS, Stage
+from esper.contracts.world import LayeredWorld, Observation, VectorWorld
+from esper.growth.actions import action_text
+from esper.runs.decisions import features_json, heads_json
 from esper.simic.rollout import Transition
 
+Record = TypeVar("Record", Observation, SlotStates)
+RECORDED_HOSTS: Final = 2
+"""Hosts of a run whose decisions are recorded: they take most of the store's bytes."""
 REPORT_COLUMNS: Final = ("score", "test", "added", "macs", "panicked")
 """Fields of `EpisodeReport` that the store has."""
 EVENTS: Final = (
@@ -26,20 +32,9 @@ EVENTS: Final = (
 )
 """Kinds of events; `aimed`: another alpha target; `jumped`: any other change."""
 
-_GROWING: Final = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
-_NAMED: Final = {
-    **{(Stage.DORMANT, stage): "planted" for stage in _GROWING},
-    (Stage.TRAINING, Stage.BLENDING): "blending",
-    (Stage.TRAINING, Stage.HOLDING): "holding",
-    (Stage.BLENDING, Stage.HOLDING): "holding",
-    (Stage.HOLDING, Stage.FOSSILIZED): "kept",
-    (Stage.COOLING, Stage.DORMANT): "cleared",
-    **{(stage, Stage.COOLING): "pruned" for stage in _GROWING},
-    **{(stage, Stage.DORMANT): "pruned" for stage in _GROWING},
-}
 EVENT_OF: Final = torch.tensor(
     [
-        [EVENTS.index(_NAMED.get((before, after), "jumped")) for after in Stage]
+        [EVENTS.index(STAGE_EVENTS.get((before, after), "jumped")) for after in Stage]
         for before in Stage
     ]
 )
@@ -78,18 +73,8 @@ def rows_of(
             "budget_left": flat([each.budget_left for each in host]),
         }
     }
-    before, after = (
-        SlotStates(
-            **{
-                each.name: flat([getattr(slots, each.name) for slots in seen])
-                for each in fields(SlotStates)
-            }
-        )
-        for seen in (
-            [step.observation.slots for step in steps],
-            [result.observation.slots for result in results],
-        )
-    )
+    before = _concat([step.observation.slots for step in steps])
+    after = _concat([result.observation.slots for result in results])
     none = torch.zeros_like(results[0].terminated)
     refused = [none if each.illegal is None else each.illegal for each in results]
     actions = flat([step.actions for step in steps])
@@ -108,6 +93,97 @@ def rows_of(
                 for name in REPORT_COLUMNS
             }
     return rows
+
+
+def recorded_hosts(number: int, worlds: int) -> int:
+    """Number of hosts of a world whose decisions are recorded: its first ones."""
+    return max(0, -(-(RECORDED_HOSTS - number) // worlds))
+
+
+def decision_rows(
+    steps: Sequence[Transition],
+    episode: Int64[Tensor, "time env"],
+    world: VectorWorld,
+    columns: Mapping[str, Tensor],
+    hosts: int,
+) -> dict[str, dict[str, Any]]:
+    """Rows of the decisions of the first hosts, and of layers whose width is new.
+
+    Args:
+        steps: All steps of a rollout.
+        episode: Number of the episode, from 1.
+        world: Where the steps were taken.
+        columns: `TamiyoRolloutBuffer.columns` of the rollout.
+        hosts: Number of hosts.
+    """
+    if not hosts:
+        return {}
+    time, spec = len(steps), world.spec
+    shown = [step.observation for step in steps] + [steps[-1].result.observation]
+    first = torch.arange(time + 1).unsqueeze(1) * world.num_envs + torch.arange(hosts)
+    seen = map_tensors(lambda x: x[first.flatten()], _concat(shown))
+    actions, legal, log_probs, values = (
+        columns[name][:, :hosts].flatten(0, 1)
+        for name in ("actions", "masks", "distribution", "values")
+    )
+    slots = range(spec.slots.max_slots)
+    names: Sequence[str] = [f"slot {slot}" for slot in slots]
+    rows: dict[str, dict[str, Any]] = {}
+    if isinstance(world, LayeredWorld):
+        names, layers = world.slot_names, world.layer_names
+        units = seen.slots.units[:, : len(layers) - 1].long()
+        outputs = torch.full_like(units[:, :1], world.outputs)
+        widths = torch.cat((units, outputs), dim=1).unflatten(0, first.shape)
+        start = seen.episode_start.view(first.shape)
+        found = layer_rows(widths, start, episode[:, :hosts])
+        found["name"] = [layers[n] for n in found["layer"].tolist()]
+        rows["layers"] = found
+    cells = torch.arange(len(actions))
+    rows["decisions"] = {
+        "index": cells // hosts,
+        "env": cells % hosts,
+        "episode": episode[:, :hosts].flatten(),
+        "action": [action_text(row[None], names, spec) for row in actions],
+        "value": values,
+        "features": features_json(map_tensors(lambda x: x[:-hosts], seen), spec, slots),
+        "heads": heads_json(actions, legal, log_probs, spec, slots),
+    }
+    return rows
+
+
+def layer_rows(
+    widths: Int64[Tensor, "steps env layer"],
+    start: Bool[Tensor, "steps env"],
+    episode: Int64[Tensor, "time env"],
+) -> dict[str, Any]:
+    """Columns of `layers`: a row where an episode starts or a width differs.
+
+    Args:
+        widths: Before each decision of a rollout, and before the next one.
+        start: Where an episode starts.
+        episode: Number of the episode at each decision.
+    """
+    new = start.unsqueeze(2).repeat(1, 1, widths.shape[2])
+    new[1:] |= widths[1:] != widths[:-1]
+    new[-1] &= ~start[-1].unsqueeze(1)  # the next rollout has this row
+    index, env, layer = new.nonzero(as_tuple=True)
+    return {
+        "index": index,
+        "env": env,
+        "episode": torch.cat((episode, episode[-1:]))[index, env],
+        "layer": layer,
+        "width": widths[index, env, layer],
+    }
+
+
+def _concat(parts: Sequence[Record]) -> Record:
+    """Records of tensors, one after the other along the first axis."""
+    joined: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        is_tensor = isinstance(values[0], Tensor)
+        joined[field.name] = torch.cat(values) if is_tensor else _concat(values)
+    return replace(parts[0], **joined)
 
 
 def events_between(

@@ -114,6 +114,8 @@ def write_sizes(module: nn.Module) -> None:
 
 COUPLING: Final = (nn.LayerNorm, nn.RMSNorm)
 """Norms over all units at once; two of them are no larger one."""
+CHANNELS: Final = ("in_channels", "out_channels", "groups")
+"""Sizes of a depthwise convolution."""
 NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, *COUPLING)
 
 
@@ -164,7 +166,10 @@ def write_unit_size(module: nn.Module, before: int, after: int) -> None:
         module.num_channels = after
         return
     sizes = {int: (before, after), tuple: ((before,), (after,))}
-    for key, value in [*vars(module).items()]:
+    known = vars(module).items()
+    if isinstance(module, _ConvNd):  # padding may be as large
+        known = {key: vars(module)[key] for key in CHANNELS}.items()
+    for key, value in [*known]:
         old, new = sizes.get(type(value), (None, None))
         if old is not None and value == old:
             setattr(module, key, new)

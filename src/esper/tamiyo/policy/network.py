@@ -143,6 +143,8 @@ class TamiyoPolicy(nn.Module):
         self.register_buffer("_blueprints", blueprint_table(spec), persistent=False)
         self.register_buffer("_rest_at", self._rest_positions(), persistent=False)
         self.state_shape = self.memory.state_shape
+        self.decided: Decision | None = None
+        """The last result of `decide`, with its probabilities."""
 
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Return empty memory."""
@@ -266,6 +268,7 @@ class TamiyoPolicy(nn.Module):
             decision = self.act(
                 features, masks, observation.episode_start, state, generator
             )
+        self.decided = decision
         return decision.actions, decision.state
 
     def encode(

@@ -1,0 +1,1 @@
+"""A live view of runs, in the terminal and in the browser."""
