@@ -42,11 +42,11 @@ def train(root: Path) -> None:
         "num_envs": 4,
         "rng_seed": 1,
         "start_from": None,
-        "budget": Budget(rounds=30),
+        "budget": Budget(rounds=16),
     }
     config: Any = preset(DEFAULT)
     evaluation = config.evaluation
-    hosts = replace(evaluation, every=10, hosts=4, controllers=("never", "early"))
+    hosts = replace(evaluation, every=8, hosts=4, controllers=("never", "early"))
     begin_run(replace(config, evaluation=hosts, **options))
 
 
