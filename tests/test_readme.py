@@ -1,8 +1,7 @@
 """The examples on the front page, and of the pages below, run as they stand."""
 
 import re
-import subprocess
-import sys
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import esper
 from benchmarks import rl
+from esper.cli import parser
 from esper.contracts import actions, blueprints
 from esper.growth.blueprints.registry import forget
 
@@ -62,18 +62,13 @@ def test_the_first_steps_run(capsys):
     assert float(capsys.readouterr().out.splitlines()[-1]) > 20
 
 
-def test_a_run_is_started_from_a_script(tmp_path):
+def test_the_script_that_starts_a_run_has_valid_settings():
     (text,) = examples("docs/running.md")
-    small = "evaluation=EvalConfig(hosts=2, controllers=('never',)), num_envs=2"
-    small += ", start_from=None"
-    text = text.replace("minutes=5)", f"rounds=1), {small}")
-    text = text.replace("import Budget", "import EvalConfig, Budget")
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.splitlines()[-1]).name == "report.html"
+    names = run(text, {"__name__": "imported"})
+    (made,) = re.findall(r"config = (TrainConfig\(.*\))$", text, flags=re.M)
+    config = eval(made, names)
+    assert config.tasks == ("letter", "digits")
+    assert all(callable(names[name]) for name in ("begin_run", "write_report"))
 
 
 class Counting(Dataset):
@@ -138,6 +133,7 @@ def test_the_snippets_about_growing_run_in_their_order(tmp_path, monkeypatch, ca
         forget("my_block")
     assert "Linear(in_features=16, out_features=28" in capsys.readouterr().out
     assert (tmp_path / "runs" / "mine" / "finished.json").exists()
+    assert names["figure"].axes
     assert len(names["larger"].h) == 8
     assert names["larger"].h[0].up.out_features == 64
 
@@ -222,7 +218,20 @@ def test_the_snippets_about_agents_run_in_their_order(tmp_path, monkeypatch):
             assert names["agent"].env_steps == 2048
     assert names["action_space"] == angles
     assert np.isfinite(names["evaluate"].best)
+    assert names["figure"].axes
     assert (tmp_path / "runs" / "mine" / "agent.safetensors").exists()
+
+
+def test_every_command_of_the_pages_is_known():
+    found = []
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", "")
+        for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            found += re.findall(r"^esper (.*?)(?: +[#>].*)?$", block, re.MULTILINE)
+    assert len(found) > 30
+    for line in found:
+        words = shlex.split(line)
+        parser(words[:1]).parse_args(words)
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):
