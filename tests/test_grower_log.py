@@ -150,6 +150,22 @@ def test_a_killed_training_goes_on_in_the_same_run_without_a_row_twice(
     assert logs[0] == logs[1]
 
 
+def test_a_state_that_is_loaded_in_the_same_process_starts_another_attempt(tmp_path):
+    training = Training("never", tmp_path / "run")
+    training.run(7)
+    state = training.state_dict()
+    training.run(12)
+    training.load_state_dict(state)
+    training.run(12)
+    training.grower.close()
+    assert [row["step"] for row in read(tmp_path / "run")["steps"]] == ["1", "2"]
+    assert attempts(tmp_path / "run") == [(None, 1), (1, None)]
+    query = "SELECT attempt, count(*), max(seq) FROM all_rows GROUP BY attempt"
+    with closing(open_store(tmp_path / "run" / STORE)) as db:
+        counts = db.execute(query).fetchall()
+    assert [rows == last for _, rows, last in counts] == [True, True]
+
+
 def short(logger, batches=2, **options):
     """A Grower after one decision."""
     host = make_host("vector")

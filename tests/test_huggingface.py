@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -254,6 +255,17 @@ def test_the_config_of_a_part_follows_too(tmp_path):
     loaded = GPT2Model.from_pretrained(tmp_path)
     expected = eval_outputs(host.body, IDS)[0]
     assert torch.equal(eval_outputs(loaded, IDS)[0], expected)
+
+
+def test_a_slot_in_a_part_of_the_layers_of_one_field_is_warned_of():
+    host = gpt2(2)
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    with pytest.warns(EsperWarning, match="n_inner of the config also sizes") as seen:
+        esper.Grower(host, optimizer, ["*h.1.mlp"], example={"input_ids": IDS})
+    assert "'transformer.h.0.mlp.c_fc'" in str(seen[0].message)
+    with warnings.catch_warnings(action="error"):
+        GrowingModel(gpt2(2), "auto", {"input_ids": IDS})
+        GrowingModel(gpt2(2), ["*h.1.mlp"], {"input_ids": IDS}, tie_widths=False)
 
 
 def test_units_that_no_ratio_describes_are_refused_and_layers_can_grow_apart():

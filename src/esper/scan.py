@@ -41,11 +41,7 @@ def gated_scan(
         y_t = keep_t * y_{t-1} + (z_t (2 - z_t))^1/2 * candidate_t
 
     The factor (1 - keep^2)^1/2 keeps the variance of y independent of the time span.
-
-    Args:
-        gates: Gates and, in the second half of the last axis, candidates.
-        episode_start: Where y is reset, even if it is NaN or inf.
-        initial: y before the first step.
+    The second half of the last axis of `gates` holds the candidates.
     """
     if gates.device.type != "cpu" or torch.compiler.is_compiling():
         return _gated_by_scan(gates, episode_start, initial)
@@ -77,17 +73,9 @@ def causal_conv(
 
         mixed_t = bias + sum of taps_k * x_{t-k}, over the steps of the same episode
 
-    Args:
-        rows: The `tap - 1` inputs before the first step, oldest first, then the inputs
-            of all steps. Those before the first step must be 0 if they are of another
-            episode.
-        episode_start: Whether the step is the first of an episode.
-        taps: Weight of each lag, the present input first.
-        bias: Added to every step.
-
-    Returns:
-        `mixed`, and the last `tap - 1` inputs, newest first; 0 where they are of
-        another episode.
+    `rows` begin with the `tap - 1` inputs before the first step, oldest first; `taps`
+    begin with that of the present input. The inputs that are returned are the last
+    `tap - 1`, newest first. Inputs of another episode are 0, also those of `rows`.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return _conv_by_lags(rows, episode_start, taps, bias)

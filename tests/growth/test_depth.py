@@ -405,6 +405,20 @@ def test_a_head_of_zeros_does_not_hide_that_blocks_are_residual():
     assert len(model.blocks) == 3
 
 
+def test_marks_of_parameters_are_copied_and_hooks_on_their_gradients_are_refused():
+    model = Net()
+    model.blocks[1].up.weight.mark = "matrix"
+    growing = GrowingModel(model, ["blocks"], torch.randn(5, 4))
+    growing.deepen("blocks", by=2)
+    assert model.blocks[3].up.weight.mark == "matrix"
+    handle = model.blocks[3].up.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(InvalidInputError, match=r"'up.weight' of one has a hook"):
+        growing.deepen("blocks", by=4)
+    handle.remove()
+    growing.deepen("blocks", by=4)
+    assert len(model.blocks) == 8
+
+
 def test_a_compiled_or_wrapped_host_is_refused():
     model = Net()
     growing = GrowingModel(model, ["head->head"], torch.randn(5, 4))

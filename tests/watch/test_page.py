@@ -4,6 +4,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.watch.serving import TASK, fill, serving, shown_run
 AXE = Path(__file__).with_name("axe.min.js")
 VIEWS = ("runs", "learning", "hosts", "comparison")
 NEWEST = "FROM live_rounds ORDER BY round DESC"
-WAIT = 90_000
+WAIT = 120_000
 """Milliseconds to wait for a training on a busy machine."""
 
 
@@ -58,7 +59,7 @@ def see(page, server, name, view, **more):
 
 def until(page, name, value):
     """Wait until a fact of the view of learning is this text."""
-    page.wait_for_selector(f"dd[data-fact='{name}']:text-is('{value}')")
+    page.wait_for_selector(f"dd[data-fact='{name}'] :text-is('{value}')")
 
 
 def fact(page, name):
@@ -70,18 +71,30 @@ def query(path, sql):
         return db.execute(sql).fetchone()
 
 
+def task_of(path):
+    return query(path, "SELECT task FROM live_steps")[0]
+
+
 def start(*arguments):
     return subprocess.Popen(
         command(*arguments), stdout=subprocess.DEVNULL, env=environment()
     )
 
 
-SMALL = ("--world.horizon=5", "--num_envs=2", "--start_from=none", "--tasks=teacher")
-SMALL += ("--evaluation.hosts=2", "--evaluation.controllers=never,early")
+GROWER = """
+import sys
+from tests.resume_script import BATCHES, Training
+training = Training("tamiyo", [sys.argv[1]])
+training.run(BATCHES)
+training.grower.close()
+"""
+SMALL = ("--workers=0", "--world.horizon=4", "--num_envs=2", "--start_from=none")
+SMALL += ("--tasks=teacher", "--evaluation.controllers=never,early")
+SMALL += ("--evaluation.hosts=2", "--evaluation.every=4", "--checkpoint.every=3")
 
 
-@pytest.mark.timeout(400)
-def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
+@pytest.mark.timeout(580)
+def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
     browser, tmp_path
 ):
     root = tmp_path / "runs"
@@ -89,16 +102,21 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
     path = root / "fern"
     page, errors = visit(browser)
     with serving(root) as server:
-        page.goto(server.address)
+        page.goto(f"{server.address}#view=runs")
         page.wait_for_selector("text=There are no runs in this folder.")
-        rounds = ("--budget.rounds=12", "--checkpoint.every=4", "--evaluation.every=6")
-        training = start("train", *SMALL, *rounds, f"--runs={root}", "--name=fern")
-        agent = start("ppo", "CartPole-v1", "--total_steps=4096", f"--runs={root}")
+        into = f"--runs={root}"
+        training = start("train", *SMALL, "--budget.rounds=8", into, "--name=fern")
+        agent = start("ppo", "CartPole-v1", "--total_steps=4096", "--seed=1", into)
+        grower = subprocess.Popen(
+            [sys.executable, "-c", GROWER, str(root / "mine")],
+            env=environment(),
+            cwd=Path(__file__).parents[2],
+        )
         page.wait_for_selector("tbody th:has-text('fern')")
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
         # Rows are seen before any checkpoint asks for them.
-        page.wait_for_selector("dd[data-fact=round]:text-matches('^[2-9]|^1.')")
+        page.wait_for_selector("dd[data-fact=round] :text-matches('^[2-9]|^1.')")
         assert page.inner_text("#state") == "running"
         os.kill(training.pid, signal.SIGKILL)
         training.wait()
@@ -108,9 +126,9 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         page.wait_for_selector("#state.state-running")
         until(page, "processes", 2)
         page.wait_for_selector("#state.state-finished")
-        assert (resumed.wait(), agent.wait()) == (0, 0)
-        until(page, "round", 12)
-        assert 2 <= seen <= 12
+        assert (resumed.wait(), agent.wait(), grower.wait()) == (0, 0, 0)
+        until(page, "round", 8)
+        assert 2 <= seen <= 8
         steps, mean = query(path, f"SELECT env_steps, mean_return {NEWEST}")
         assert fact(page, "environment steps") == f"{steps:,}"
         assert float(fact(page, "return")) == pytest.approx(mean, rel=1e-3)
@@ -125,7 +143,7 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         host = page.inner_text("li[data-host='teacher/1']")
         assert f"episode {episode}, ended" in host
         assert f"score {score:.4g}".rstrip("0") in host
-        (ppo,) = {each.name for each in root.iterdir()} - {"fern"}
+        (ppo,) = {each.name for each in root.iterdir()} - {"fern", "mine"}
         see(page, server, ppo, "learning")
         steps, kl = query(root / ppo, f"SELECT env_steps, kl {NEWEST}")
         assert fact(page, "environment steps") == f"{steps:,}"
@@ -134,6 +152,16 @@ def test_a_page_follows_two_trainings_from_the_first_second_to_the_last(
         # Its scores are not measured: a frame and a word of a colour of their own.
         empty = page.inner_text("figure.empty:has(b:text-is('Score')) .unmeasured")
         assert empty == "not measured"
+        see(page, server, "mine", "hosts")
+        widths = page.inner_text(".hosts li .small").partition("widths ")[2]
+        layers = query(
+            root / "mine",
+            "SELECT group_concat(width, '–') FROM (SELECT layer, width, max(step) "
+            "FROM live_layers GROUP BY layer ORDER BY layer)",
+        )
+        assert widths == layers[0]
+        see(page, server, "mine", "hosts", task=task_of(root / "mine"), env=0)
+        page.wait_for_selector(".head .bar")
     page.wait_for_selector("#state:has-text('no connection')")
     assert {each for each in errors if "net::ERR" not in each} == set()
     page.close()

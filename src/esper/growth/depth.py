@@ -294,14 +294,20 @@ def _copied(host: nn.Module, block: nn.Module, insertion: Insertion) -> nn.Modul
         homes = (vars(module), module._modules, module._buffers)
         return [value for home in homes for value in home.values()]
 
-    own = {*block.modules()}
+    own, named = {*block.modules()}, dict(block.named_parameters())
     outside = {id(v) for m in host.modules() if m not in own for v in held(m)}
+    for name, p in named.items():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise insertion.refusal(f"{name!r} of one has a hook on its gradient")
     try:
-        return deepcopy(
+        made = deepcopy(
             block, {id(v): v for m in own for v in held(m) if id(v) in outside}
         )
     except Exception as error:
         raise insertion.refusal(f"copying one fails, {described(error)}") from error
+    for name, parameter in made.named_parameters():  # a mark of the user's own
+        vars(parameter).update(vars(named[name]))
+    return made
 
 
 def _numbers(block: nn.Module) -> dict[tuple[str, str], int]:

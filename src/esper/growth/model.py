@@ -10,6 +10,7 @@ example. A change is applied completely or not at all, even if something raises;
 is delayed. Only `tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.checks import require_int
 from esper.contracts.errors import (
+    EsperWarning,
     IllegalActionError,
     InvalidInputError,
     InvalidStateError,
@@ -192,6 +194,7 @@ class GrowingModel(nn.Module, NamedOps):
                 for index in range(seeds_per_slot)
                 for place in places
             )
+            _warn_of_partly_sized(places, self.fields)
             self.tied = tied_places(places, self.fields)
             """Numbers of the places that grow together, for every place."""
             leads = [group[0] == n for n, group in enumerate(self.tied)]
@@ -766,6 +769,32 @@ def tied_places(
     return tuple(
         tuple(n for n, other in enumerate(keys) if other == key) for key in keys
     )
+
+
+def _warn_of_partly_sized(
+    places: Sequence[InsertionPoint], fields: Mapping[Axis, str]
+) -> None:
+    """Warn if a field of the config sizes layers that have no slots, too."""
+    spans = [place for place in places if place.geometry.spans]
+    slotted = {
+        name
+        for place in spans
+        for name in (
+            *(*place.widened, place.site.outlet),
+            *(step.name for step in place.recipe),
+        )
+    }
+    grows = {fields[p.units_axis] for p in spans if p.units_axis in fields}
+    for (name, _), field in fields.items():
+        if field in grows and (layer := name.rpartition(".")[0]) not in slotted:
+            warnings.warn(
+                f"{field} of the config also sizes {layer!r}, which has no slot, so "
+                "the config cannot describe what grows: save with esper.save. Use "
+                "slots='auto' to grow such layers together.",
+                EsperWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def why_none_merges(

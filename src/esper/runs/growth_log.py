@@ -83,6 +83,7 @@ class GrowthFolder:
         loaded state was saved with.
         """
         store = self.store
+        store.flush()  # rows that wait belong to the attempt before
         if not ours and store.fetch("SELECT 1 FROM live_rounds LIMIT 1"):
             raise RunLockedError(
                 f"{short(self.path)} has another training. Give another folder, or "

@@ -113,6 +113,7 @@ class Store:
 
         try:
             self._attempt, known = patiently(begin)
+            self._seq = 0
         except sqlite3.DatabaseError as error:
             raise self._error(error) from None
         if (lost := keeps - known) > 0:

@@ -17,8 +17,7 @@ from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.devices import map_tensors
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import NEXT_STAGE, STAGE_EVENTS, Stage
-from esper.contracts.world import Observation, VectorWorld
-from esper.environment.growing import GrowingWorld
+from esper.contracts.world import LayeredWorld, Observation, VectorWorld
 from esper.growth.actions import action_text
 from esper.runs.decisions import features_json, heads_json
 from esper.simic.rollout import Transition
@@ -130,10 +129,10 @@ def decision_rows(
     slots = range(spec.slots.max_slots)
     names: Sequence[str] = [f"slot {slot}" for slot in slots]
     rows: dict[str, dict[str, Any]] = {}
-    if isinstance(world, GrowingWorld):
+    if isinstance(world, LayeredWorld):
         names, layers = world.slot_names, world.layer_names
         units = seen.slots.units[:, : len(layers) - 1].long()
-        outputs = torch.full_like(units[:, :1], world.host.layers[-1].outputs)
+        outputs = torch.full_like(units[:, :1], world.outputs)
         widths = torch.cat((units, outputs), dim=1).unflatten(0, first.shape)
         start = seen.episode_start.view(first.shape)
         found = layer_rows(widths, start, episode[:, :hosts])

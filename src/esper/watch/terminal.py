@@ -6,7 +6,7 @@ healthy (●); an alarm is ▲. Text of the store is never parsed as markup.
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite, isnan, nan
 from pathlib import Path
 from threading import Event
@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from numpy import array_split
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -73,6 +74,7 @@ def watch(run: Path, once: bool = False) -> None:
     try:  # Ctrl-C must not leave the terminal on another screen
         with console.screen() as screen:
             for shown in _pictures(run, console, stop):
+                console.control(Control.home())
                 screen.update(shown)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -117,7 +119,7 @@ class Picture:
         """What to print: two columns if there is room."""
         if not self._is_wide:
             parts = self._top, self._curves, self._slots, self._updates, self._last
-            return Group(*(line for part in parts for line in part))
+            return Group(*chain(*parts))
         columns = [Column(width=self._width) for _ in range(2)]
         grid = Table.grid(*columns, padding=(0, 2, 0, 0))
         left = Group(*self._curves, *self._updates)
@@ -189,8 +191,7 @@ class Picture:
         self._gaps += None in values or not values
         bars = max(8, self._width - 45)
         parts = array_split(range(len(values)), max(1, min(bars, len(values))))
-        each = [[values[index] for index in part] for part in parts]
-        known = [[value for value in part if value is not None] for part in each]
+        known = [[v for i in part if (v := values[i]) is not None] for part in parts]
         finite = [[value for value in part if isfinite(value)] for part in known]
         means = [sum(part) / len(part) for part in finite if part] or [0.0]
         line, span = _line(f"{one_line(label, 18):<19}"), max(means) - min(means)
@@ -219,7 +220,7 @@ class Picture:
         lines.append(_line("  ".join(signs)))
         for host, stages in zip(self._hosts[:room], held, strict=False):
             line = _line(f"{one_line(host.task, 14):<14} {host.env:>3}  ")
-            line.append_text(_number(host.score)).pad_right(max(0, 34 - line.cell_len))
+            line.append_text(_number(host.score)).pad_right(max(0, 36 - line.cell_len))
             for slot in range(slots):
                 line.append(*STAGES.get(stages.get(slot, "DORMANT"), ("?", "red")))
             widths = " ".join(str(layer.width) for layer in host.layers)

@@ -54,12 +54,15 @@ def built_shapes(model: nn.Module, config: Any) -> Shapes:  # noqa: ANN401
 
 
 def configured_parts(model: nn.Module) -> dict[str, Any]:
-    """The outermost modules whose config has fields for widths, by prefix of names."""
+    """The model, or the models of Hugging Face in it, by prefix of their names.
+
+    Those whose config has fields for widths.
+    """
     parts: dict[str, Any] = {}
     for name, part in model.named_modules():
-        prefix = f"{name}." if name else ""
-        inner = any(map(prefix.startswith, parts))
-        if not inner and any(_fields(getattr(part, "config", None))):
+        prefix, config = f"{name}." if name else "", getattr(part, "config", None)
+        known = not name or hasattr(config, "model_type")
+        if known and any(_fields(config)) and not any(map(prefix.startswith, parts)):
             parts[prefix] = part
     return parts
 
