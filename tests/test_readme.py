@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,27 @@ def test_the_agent_of_the_readme_learns(tmp_path, monkeypatch, capsys):
     run(examples()[0])
     assert float(capsys.readouterr().out) > 150
     assert (tmp_path / "agent.safetensors").exists()
+
+
+def test_the_first_steps_run(capsys):
+    slots, agent = examples("docs/start.md")
+    assert [str(slot) for slot in run(slots)["slots"]] == ["0->2", "2->4"]
+    run(agent)
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 20
+
+
+def test_a_run_is_started_from_a_script(tmp_path):
+    (text,) = examples("docs/running.md")
+    small = "evaluation=EvalConfig(hosts=2, controllers=('never',)), num_envs=2"
+    small += ", start_from=None"
+    text = text.replace("minutes=5)", f"rounds=1), {small}")
+    text = text.replace("import Budget", "import EvalConfig, Budget")
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.splitlines()[-1]).name == "report.html"
 
 
 class Counting(Dataset):
