@@ -27,7 +27,7 @@ TASK = "teacher"
 PICTURES = {
     "watch-learning": ("view=learning", 1_100, 620, "light"),
     "watch-hosts": (f"view=hosts&task={TASK}", 1_100, 560, "light"),
-    "watch-host": (f"view=hosts&task={TASK}&env=0", 1_100, 900, "dark"),
+    "watch-host": (f"view=hosts&task={TASK}&env=0&step=0", 1_100, 1_350, "dark"),
     "watch-phone": ("view=learning", 390, 700, "dark"),
 }
 """Address, width, height and mode of each picture."""
@@ -42,11 +42,11 @@ def train(root: Path) -> None:
         "num_envs": 4,
         "rng_seed": 1,
         "start_from": None,
-        "budget": Budget(rounds=30),
+        "budget": Budget(rounds=12),
     }
     config: Any = preset(DEFAULT)
     evaluation = config.evaluation
-    hosts = replace(evaluation, every=10, hosts=4, controllers=("never", "early"))
+    hosts = replace(evaluation, every=6, hosts=4, controllers=("never", "early"))
     begin_run(replace(config, evaluation=hosts, **options))
 
 

@@ -19,7 +19,7 @@ from tests.watch.serving import TASK, fill, serving, shown_run
 AXE = Path(__file__).with_name("axe.min.js")
 VIEWS = ("runs", "learning", "hosts", "comparison")
 NEWEST = "FROM live_rounds ORDER BY round DESC"
-WAIT = 120_000
+WAIT = 240_000
 """Milliseconds to wait for a training on a busy machine."""
 
 
@@ -75,10 +75,26 @@ def task_of(path):
     return query(path, "SELECT task FROM live_steps")[0]
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        command(*arguments), stdout=subprocess.DEVNULL, env=environment()
-    )
+@pytest.fixture
+def start():
+    """Starts processes and kills those that are left at the end."""
+    begun = []
+
+    def begin(arguments):
+        begun.append(
+            subprocess.Popen(
+                arguments,
+                stdout=subprocess.DEVNULL,
+                env=environment(),
+                cwd=Path(__file__).parents[2],
+            )
+        )
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
 
 
 GROWER = """
@@ -95,7 +111,7 @@ SMALL += ("--evaluation.hosts=2", "--evaluation.every=4", "--checkpoint.every=3"
 
 @pytest.mark.timeout(580)
 def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
-    browser, tmp_path
+    browser, start, tmp_path
 ):
     root = tmp_path / "runs"
     root.mkdir()
@@ -105,16 +121,14 @@ def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
         page.goto(f"{server.address}#view=runs")
         page.wait_for_selector("text=There are no runs in this folder.")
         into = f"--runs={root}"
-        training = start("train", *SMALL, "--budget.rounds=8", into, "--name=fern")
-        agent = start("ppo", "CartPole-v1", "--total_steps=4096", "--seed=1", into)
-        grower = subprocess.Popen(
-            [sys.executable, "-c", GROWER, str(root / "mine")],
-            env=environment(),
-            cwd=Path(__file__).parents[2],
-        )
+        rounds = ("--budget.rounds=8", into, "--name=fern")
+        training = start(command("train", *SMALL, *rounds))
         page.wait_for_selector("tbody th:has-text('fern')")
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
+        env = ("CartPole-v1", "--total_steps=4096", "--seed=1")
+        agent = start(command("ppo", *env, into))
+        grower = start([sys.executable, "-c", GROWER, str(root / "mine")])
         # Rows are seen before any checkpoint asks for them.
         page.wait_for_selector("dd[data-fact=round] :text-matches('^[2-9]|^1.')")
         assert page.inner_text("#state") == "running"
@@ -122,7 +136,7 @@ def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
         training.wait()
         page.wait_for_selector("#state.state-stopped")
         seen = int(fact(page, "round"))
-        resumed = start("train", f"--resume={path}")
+        resumed = start(command("train", f"--resume={path}", "--workers=0"))
         page.wait_for_selector("#state.state-running")
         until(page, "processes", 2)
         page.wait_for_selector("#state.state-finished")

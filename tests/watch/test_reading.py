@@ -52,8 +52,9 @@ def test_rows_are_read_after_a_second_and_those_of_dead_attempts_never(
             Store(run.path / STORE, run.id) as store,
             open_run(run.path) as reader,
         ):
-            position, version = reader.overview().position, reader.version()
+            position = reader.overview().position
             store.begin_attempt(1)
+            version = reader.version()
             monkeypatch.setattr(store, "_due", 0.0)  # a second later
             fill(store, [2])
             assert reader.version() != version

@@ -136,6 +136,7 @@ CHANGES = [
     sql(f"UPDATE events SET slot = {HUGE}, step = -{HUGE}, episode = {HUGE}"),
     sql("UPDATE rounds SET nans = 'round attempt kl ' || hex(zeroblob(1000))"),
     sql("UPDATE notes SET text = ''", "UPDATE rounds SET kl = 9e999"),
+    sql("UPDATE events SET what = hex(zeroblob(300000))"),
     sql(f"UPDATE layers SET width = -{HUGE}"),
     facts(tasks=[SCRIPT, None, {}], kind=SCRIPT, began=[1]),
     facts(esper="99.0"),

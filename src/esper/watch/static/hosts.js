@@ -39,7 +39,7 @@ export function showHosts(main, hosts, task, link) {
   const longest = Math.max(...own.map((host) => host.step - host.began), 1);
   main.append(
     el("h1", {}, "Hosts"),
-    el("p", { class: "quiet" }, `Newest episode of each host; one lane per slot, ${longest} decisions from left to right. `,
+    el("p", { class: "quiet" }, `Newest episode of each host; one lane per slot, ${longest + 1} decisions from left to right. `,
       own.length > MOST ? `The first ${MOST} of ${own.length} hosts.` : ""),
     tasks.length > 1 ? el("p", {}, ...tasks.map((name) => el("a", { class: "tab", href: link({ task: name, env: null }), "aria-current": name === shown && "true" }, cut(name)))) : "",
     key(),
