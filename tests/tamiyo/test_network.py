@@ -142,8 +142,6 @@ def test_columns_that_are_not_measured_become_biases():
         policy.act(
             compute_features(observation, policy.spec), masks, start, state, None
         )
-            compute_features(observation, policy.spec), masks, start, state, None
-        )
         for policy in (narrow, wide)
     )
     assert torch.equal(found.actions, expected.actions)
