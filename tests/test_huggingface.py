@@ -286,6 +286,13 @@ def test_units_that_no_ratio_describes_are_refused_and_layers_can_grow_apart():
     assert grower.model.stage(other) is Stage.DORMANT
     heads = esper.suggest_slots(host, example, tie_widths=False)
     assert len(heads) >= len(esper.suggest_slots(host, example)) == 2
+    host = dinov2()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    grower = esper.Grower(host, optimizer, example=TIED["dinov2"][1], **options)
+    grower.plant(grower.model.slots[0], "widen_x1.25", tempo="AT_ONCE")
+    with pytest.raises(InvalidInputError, match=r"has no mlp_ratio of 2\.5, so the"):
+        merge_into_model(grower)
+    assert len(grower.model.seeds) == 2
 
 
 class Sentences(Dataset):

@@ -55,6 +55,22 @@ def test_the_agent_of_the_readme_learns(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "agent.safetensors").exists()
 
 
+def test_the_first_steps_run(capsys):
+    slots, agent = examples("docs/start.md")
+    assert [str(slot) for slot in run(slots)["slots"]] == ["0->2", "2->4"]
+    run(agent)
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 20
+
+
+def test_the_script_that_starts_a_run_has_valid_settings():
+    (text,) = examples("docs/running.md")
+    names = run(text, {"__name__": "imported"})
+    (made,) = re.findall(r"config = (TrainConfig\(.*\))$", text, flags=re.M)
+    config = eval(made, names)
+    assert config.tasks == ("letter", "digits")
+    assert all(callable(names[name]) for name in ("begin_run", "write_report"))
+
+
 class Counting(Dataset):
     """Sequences of successive numbers."""
 

@@ -10,6 +10,7 @@ are standardized.
 
 import warnings
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from math import ceil, inf
 from typing import Any, Final
@@ -166,13 +167,13 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
             self.n_iter_ += 1
             order = torch.randperm(len(train[0]), generator=generator)
             for rows in order.split(self.batch_size):
-                x, y = (part[rows] for part in train)
-                loss = grower.loss(lambda x=x, y=y: self._loss(host(x), y))
+                batch = [part[rows] for part in train]
+                loss = grower.loss(partial(self._loss_of, host, *batch))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             with torch.no_grad():
-                now = float(self._loss(host(held[0]), held[1]))
+                now = float(self._loss_of(host, *held))
             self.validation_losses_.append(now)
             waited += 1
             if now < least * (1 - self.tol):
@@ -212,6 +213,9 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
         with torch.no_grad():
             result: Tensor = self.network_(torch.tensor((X - self._mean) / self._scale))
         return result
+
+    def _loss_of(self, host: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self._loss(host(x), y)
 
     def _loss(self, output: Tensor, y: Tensor) -> Tensor:
         raise NotImplementedError

@@ -69,6 +69,7 @@ class Case:
         logits = self.logits if logits is None else logits
         distribution = masked_log_softmax(logits, self.batch.masks)
         new = Evaluation(
+            logits=logits,
             distribution=distribution,
             log_probs=chosen(distribution, self.batch.actions),
             normalized_values=self.values if values is None else values,

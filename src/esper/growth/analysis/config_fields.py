@@ -100,7 +100,13 @@ def sized_config(model: Any, wanted: Shapes) -> Any:  # noqa: ANN401
         if field.split(".")[-1] in RATIO_FIELDS:
             new, known = max(sizes)
             ratio = old * new / known  # some configs take integers only
-            _set(config, field, type(old)(ratio) if ratio.is_integer() else ratio)
+            value = type(old)(ratio) if ratio.is_integer() else ratio
+            try:
+                _set(config, field, value)
+            except Exception as error:
+                raise InvalidInputError(
+                    f"{kind} has no {field} of {value:g}"
+                ) from error
         elif len({new for new, _ in sizes}) == 1:
             _set(config, field, next(iter(sizes))[0])
         else:

@@ -30,6 +30,7 @@ from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
     kind_of,
+    units_axis,
     units_of,
     why_no_layer,
 )
@@ -106,8 +107,7 @@ class InsertionPoint:
     @property
     def units_axis(self) -> Axis:
         """The axis of the inlet's weight that has the units of a span."""
-        kind = kind_of(self.inlet)
-        return f"{self.site.inlet}.weight", int(kind is not None and kind.transposed)
+        return f"{self.site.inlet}.weight", units_axis(self.inlet)
 
     def first_layers(self, host: nn.Module) -> dict[str, nn.Module]:
         """The layers of a host, or of its copy, that get the new units of a span."""

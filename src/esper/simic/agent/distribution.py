@@ -322,6 +322,7 @@ def require_choice(
 class Evaluation:
     """Stored actions under the current policy."""
 
+    logits: Float[Tensor, "env time head choice"]
     distribution: Float[Tensor, "env time head choice"]
     """As in `Decision`."""
     log_probs: Float[Tensor, "env time head"]
@@ -340,6 +341,7 @@ def evaluate_choices(
     """Evaluate stored actions under the distribution that the logits define."""
     distribution = family.distribution(logits, masks)
     return Evaluation(
+        logits=logits,
         distribution=distribution,
         log_probs=family.log_probs(distribution, actions),
         normalized_values=values,
