@@ -44,10 +44,10 @@ def test_it_grows_and_what_it_exports_agrees(name, monkeypatch, capsys):
     for place in WIDENED[name]:
         assert f"GERMINATE {place}#0" in printed
         stages = r"#0 +(BLENDING|HOLDING|FOSSILIZED)"
-        felt = rf"^  {re.escape(place)}({stages}| +\d+ -> \d+ units)"
+        layer = re.escape(place.partition("->")[0])
+        felt = rf"^  ({re.escape(place)}{stages}|{layer} +\d+ -> \d+ units)"
         assert re.search(felt, printed, flags=re.MULTILINE)
-    jumps = re.findall(r"GERMINATE .*: output changed by (\S+)", printed)
-    assert {*jumps} == {"0"}
+    assert not re.search("GERMINATE .*: output changed by", printed)
 
 
 @pytest.mark.parametrize("name", NAMES)
