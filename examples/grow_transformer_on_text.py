@@ -1,118 +1,59 @@
-"""Grow a tiny transformer on English: the next character of Python's help texts.
+"""Grow a causal transformer on Python's help texts; the metric is a loss."""
 
-    python examples/grow_transformer_on_text.py
-
-The MLP of each block starts with 16 hidden units, half its width, and is widened while
-the model trains. The metric is a loss here, bits per character: mode="min". The lines
-marked `esper` are all it takes.
-"""
-
-from math import log
+from pydoc_data.topics import topics
 
 import torch
-import torch.nn.functional as F
-from _export import compare, hand_over
+from _compare import compare
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from esper import Grower
-from esper.tasks.text import ALPHABET, text, windows
+import esper
 
-LENGTH = 32
-WIDTH = 32
-
-
-class Block(nn.Module):
-    """Causal attention with two heads, then an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, width] -> the same."""
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, 2, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+LENGTH, WIDTH = 32, 32
+TEXT = torch.tensor(list("".join(topics.values()).encode("ascii", "replace")))
+TRAIN, VAL, TEST = TEXT.tensor_split([len(TEXT) * 6 // 10, len(TEXT) * 8 // 10])
+IDS = TRAIN[: 8 * LENGTH].view(8, LENGTH)
 
 
 class Transformer(nn.Module):
-    """Two blocks over characters."""
+    """Two of PyTorch's blocks over characters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(len(ALPHABET), WIDTH)
-        self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(ALPHABET))
+        self.embed, self.head = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 128)
+        block = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, "gelu", batch_first=True)
+        self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of the character after each."""
-        return self.head(self.norm(self.blocks(self.embed(ids) + self.place)))
+        return self.head(self.blocks(self.embed(ids), self.mask, is_causal=True))
 
 
-def train(who: str, ids: Tensor, held_out: Tensor, epochs: int, steps: int) -> Grower:
-    """An ordinary training loop; with the controller "never" nothing grows in it."""
+def loss_of(model: nn.Module, text: Tensor, count: int) -> Tensor:
+    """Return the loss on random windows."""
+    windows = text[torch.randint(len(text) - LENGTH, (count, 1)) + torch.arange(33)]
+    return cross_entropy(model(windows[:, :-1]).mT, windows[:, 1:])
+
+
+def train(name: str, epochs: int) -> tuple[esper.Grower, float]:
+    """Train one network; return its Grower and its test loss."""
     torch.manual_seed(0)
-    chance = torch.Generator().manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    grower = Grower(  # esper
-        model,
-        optimizer,
-        slots=["blocks.0.up->blocks.0.down", "blocks.1.up->blocks.1.down"],
-        example=ids[None, :LENGTH],
-        controller=who,
-        budget=1.0,  # it may add as many parameters as it has
-        decisions=epochs,
-        mode="min",
-    )
-
-    def learn(x: Tensor, y: Tensor) -> None:
-        loss = grower.loss(lambda: F.cross_entropy(model(x).mT, y))  # esper
+    grower = esper.Grower(model, optimizer, example=IDS, controller=name, mode="min")
+    for step in range(1, 40 * epochs + 1):
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(grower.parameters(), 1.0)  # esper
+        loss_of(model, TRAIN, 32).backward()
         optimizer.step()
-
-    for epoch in range(epochs):
-        for _ in range(steps):
-            learn(*windows(ids, count=32, length=LENGTH, generator=chance))
-        schedule.step()
-        decision = grower.step(metric=bits(model, held_out))  # esper
-        print(f"  {epoch:>3}  {decision.metric:.3f} bits  {decision.action}")
-    return grower
+        if step % 40 == 0:
+            grower.step(loss_of(model, VAL, 256).item())
+    return grower, loss_of(model, TEST, 2048).item()
 
 
-def bits(model: nn.Module, ids: Tensor) -> float:
-    """Bits per character on 256 windows, the same ones every time."""
-    chance = torch.Generator().manual_seed(1)
-    x, y = windows(ids, count=256, length=LENGTH, generator=chance)
-    with torch.no_grad():
-        return float(F.cross_entropy(model(x).mT, y)) / log(2)
-
-
-def main(*, quick: bool = False) -> dict[str, float]:
-    """Train without and with growth; returns the figures that are printed."""
-    torch.set_num_threads(1)
-    often = (6, 8) if quick else (20, 40)  # epochs, and steps of each
-    parts = text()
-    print("never grown:")
-    never = train("never", parts.train, parts.val, *often)
-    print("grown early:")
-    grower = train("early", parts.train, parts.val, *often)
-    print(f"\n{grower.summary()}")  # esper
-    figures = compare(
-        "bits per character",
-        (never, bits(never.model, parts.test)),
-        (grower, bits(grower.model, parts.test)),
-    )
-    rows = {"ids": parts.test[: 32 * LENGTH].unflatten(0, (32, LENGTH))}
-    return figures | hand_over(grower, rows)  # esper
+def main(epochs: int = 20) -> dict[str, float]:
+    """Train without and with growth, and return what is printed."""
+    return compare("loss", train, epochs, ids=IDS)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1
 
 # From a copy: setuptools would take deleted modules from an old build folder.
 mkdir "$place/copy"
-cp -r "$root"/{src,tests,docs,pyproject.toml,MANIFEST.in,LICENSE} "$root"/*.md "$place/copy"
+cp -r "$root"/{src,tests,docs,examples,pyproject.toml,MANIFEST.in,LICENSE} "$root"/*.md "$place/copy"
 rm -rf "$place"/copy/src/*.egg-info
 build=("$uv" build -q --build-constraints "$root/tools.txt" --require-build-hashes)
 "${build[@]}" --wheel --out-dir "$place/dist" "$place/copy"
@@ -36,8 +36,8 @@ assert not different, f"another file in the wheel of the sdist: {sorted(differen
 parts = [name.split("/")[1:] for name in tarfile.open(sys.argv[3]).getnames()]
 tests = ["/".join(part) for part in parts if part[:1] == ["tests"]]
 assert not tests, f"the sdist has tests: {tests}"
-for name in ("README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md"):
-    assert [name] in parts, f"the sdist has no {name}"
+for name in ("README.md", "LICENSE", "CHANGELOG.md", "examples/README.md", "docs/ppo.md"):
+    assert name.split("/") in parts, f"the sdist has no {name}"
 PY
 "$uv" venv -q --python "$root/.venv/bin/python" "$place/env"
 "$uv" pip install -q -p "$place/env" -c "$root/constraints.txt" "$place"/dist/*.whl

@@ -36,7 +36,7 @@ def data(rows: int, rng_seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x.double(), y
 
 
-def train(rank: int, ranks: int, batches: int) -> dict:
+def train(rank: int, ranks: int, batches: int, folder: Path | None = None) -> dict:
     torch.manual_seed(100 + rank)  # what ranks draw may differ
     model = make_host("sequence").double()
     model.drop.p = 0.0
@@ -46,6 +46,7 @@ def train(rank: int, ranks: int, batches: int) -> dict:
     grower = Grower(
         wrapped, optimizer, slots, example=data(4)[0], controller="random",
         decisions=batches // PER_DECISION, tick=3, seeds_per_slot=2,
+        logger=folder and [folder / "run", f"csv:{folder}/rank{rank}"],
     )  # fmt: skip
     seen: dict = {"hashes": [], "actions": [], "losses": []}
     for batch in range(batches):
@@ -75,7 +76,7 @@ def train(rank: int, ranks: int, batches: int) -> dict:
     grower.detach()
     seen["refused"] = []
     if ranks > 1:
-        for misuse in ("unwrapped", "different", "sharded", "parallel"):
+        for misuse in ("unwrapped", "different", "sharded", "parallel", "logged"):
             host = make_host("sequence").double()
             other = {
                 "unwrapped": lambda module: module,
@@ -84,11 +85,13 @@ def train(rank: int, ranks: int, batches: int) -> dict:
                     module, mesh=init_device_mesh("cpu", (ranks,))
                 ),
                 "parallel": nn.DataParallel,
+                "logged": DistributedDataParallel,
             }[misuse](host)
             try:
                 again = Grower(
                     other, torch.optim.SGD(host.parameters(), 0.1), slots,
                     example=data(4)[0], controller="never",
+                    logger=folder / "taken" if misuse == "logged" else None,
                 )  # fmt: skip
                 with torch.no_grad():
                     host.last.weight.add_(float(rank))
@@ -103,7 +106,7 @@ def main() -> None:
     folder, (rank, ranks, batches) = Path(sys.argv[1]), map(int, sys.argv[2:])
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", meeting, rank=rank, world_size=ranks)
-    torch.save(train(rank, ranks, batches), folder / f"{rank}.pt")
+    torch.save(train(rank, ranks, batches, folder), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,8 +1,9 @@
 """A training run that can be saved; run as a script it saves itself and dies.
 
-    python -m tests.resume_script FOLDER
+    python -m tests.resume_script FOLDER [CONTROLLER]
 
-trains each of `CASES`, saves it in FOLDER and kills itself.
+trains each of `CASES`, saves it in FOLDER and kills itself. With a controller it writes
+the run FOLDER/run, saves itself after some batches and kills itself some batches later.
 """
 
 import os
@@ -14,12 +15,15 @@ import torch
 from torch import nn
 
 from esper.grower import Grower
+from esper.runs.sinks import Loggers
 from tests.growth.hosts import make_batch, make_host
 
 SLOTS = ("first->second", "second->last", "second->second")
 BATCHES, PER_DECISION = 30, 5
 CASES = [("never", 20), ("never", 18), ("random", 23), ("periodic", 17)]
 """Controllers, and after how many batches a run is saved."""
+SAVED, KILLED = 18, 27
+"""Batches after which a run with a logger is saved and killed."""
 BY_HAND = {
     # batch: (what, slot, manner); at batch 20 every stage is there.
     0: [("plant", "first->second#0", {"blueprint": "widen_x1.5", "tempo": "FAST"})],
@@ -38,7 +42,7 @@ BY_HAND = {
 class Training:
     """A host with dropout and batch norm, AdamW, a scheduler and a Grower."""
 
-    def __init__(self, controller: str) -> None:
+    def __init__(self, controller: str, logger: Loggers = None) -> None:
         self.host = make_host("vector")
         self.optimizer = torch.optim.AdamW(self.host.parameters(), 3e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
@@ -61,6 +65,7 @@ class Training:
             ],
             tick=PER_DECISION,
             seeds_per_slot=2,
+            logger=logger,
         )
         self.batch = 0
         torch.manual_seed(7)
@@ -110,10 +115,18 @@ class Training:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for controller, batch in CASES:
+    folder, logged = Path(sys.argv[1]), sys.argv[2:]
+    for controller in logged:
+        training = Training(controller, folder / "run")
+        training.run(SAVED)
+        torch.save(training.state_dict(), folder / "state")
+        training.run(KILLED)
+        for each in training.grower._log._folders:  # a second has not passed
+            each.store.flush(durable=False)
+    for controller, batch in CASES if not logged else ():
         training = Training(controller)
         training.run(batch)
-        torch.save(training.state_dict(), Path(sys.argv[1]) / f"{controller}-{batch}")
+        torch.save(training.state_dict(), folder / f"{controller}-{batch}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The site shows every public name, and broken links are found."""
+"""The site shows every public name; pages are tested, and broken links are found."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,13 @@ from scripts.check_links import broken_links
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r"^ +- .*: (\S+\.md)$", ROOT.joinpath("mkdocs.yml").read_text(), re.M)
+PAGES = ["README.md", "examples/README.md", "SECURITY.md", "CONTRIBUTING.md"]
+PAGES += [str(file.relative_to(ROOT)) for file in ROOT.glob("docs/*.md")]
+RUN = {
+    "tests/test_readme.py": "README start frameworks growing howto ppo running tamiyo",
+    "tests/tasks/test_data.py": "tasks",
+}
+"""Pages with Python, by the tests that run them."""
 
 
 def test_every_public_name_has_an_entry_in_the_reference():
@@ -23,6 +30,23 @@ def test_the_menu_has_every_page_of_the_guide_once():
     assert [page for page in NAV if not ROOT.joinpath(page).is_file()] == []
     pages = {str(file.relative_to(ROOT)) for file in ROOT.glob("docs/*.md")}
     assert pages <= {*NAV}
+
+
+def test_a_test_runs_the_python_of_every_page():
+    texts = {page: ROOT.joinpath(page).read_text("utf-8") for page in PAGES}
+    pages = {Path(page).stem for page, text in texts.items() if "```python" in text}
+    assert pages == {*" ".join(RUN.values()).split()}
+    for file, names in RUN.items():
+        tests = ROOT.joinpath(file).read_text("utf-8")
+        assert [name for name in names.split() if f"{name}.md" not in tests] == []
+
+
+@pytest.mark.parametrize("kind", ["benchmarks", "research"])
+def test_programs_that_pages_name_exist(kind):
+    text = "\n".join(ROOT.joinpath(page).read_text("utf-8") for page in PAGES)
+    names = {*re.findall(rf"python -m {kind} (\w+)", text)} - {"NAME"}
+    assert names
+    assert [n for n in names if not ROOT.joinpath(kind, f"{n}.py").is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
 
+from esper.runs.database import open_store
+from esper.runs.run import STORE, Run
 from tests import ddp_script
 from tests.ddp_script import PER_DECISION
 
@@ -34,6 +37,8 @@ def train(folder, ranks, batches):
     ],
 )
 def test_all_ranks_grow_the_network_that_one_process_grows(ranks, batches, tmp_path):
+    taken = {"kind": "evaluation"}
+    Run.create(tmp_path, "taken", "", taken).close()
     first, *others = train(tmp_path, ranks, batches)
     assert len(first["hashes"]) == batches // PER_DECISION
     assert len({*first["hashes"]}) == len(first["hashes"])  # it learns
@@ -52,7 +57,14 @@ def test_all_ranks_grow_the_network_that_one_process_grows(ranks, batches, tmp_p
         torch.testing.assert_close(
             weight, alone["weights"][name], rtol=1e-9, atol=1e-9, msg=name
         )
-    unwrapped, different, sharded, parallel = first["refused"]
+    with closing(open_store(tmp_path / "run" / STORE)) as db:
+        query = "SELECT count(*), count(DISTINCT attempt) FROM live_decisions"
+        assert db.execute(query).fetchone() == (batches // PER_DECISION, 1)
+    assert [path.name for path in tmp_path.glob("rank*")] == ["rank0"]
+    unwrapped, different, sharded, parallel, logged = first["refused"]
+    assert "has another training, of kind 'evaluation'" in logged
+    for other in others:
+        assert "the logger failed on the first rank" in other["refused"][-1]
     assert "Pass the DistributedDataParallel model itself" in unwrapped
     assert "the ranks hold different weights" in different
     assert "the host is sharded (FSDP)" in sharded

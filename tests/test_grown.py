@@ -6,7 +6,6 @@ import pickle
 import re
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import esper
 from esper.contracts.errors import EsperWarning, InvalidInputError
 from esper.contracts.stages import Stage
 from esper.grower import Grower
-from esper.growth.blueprints.registry import forget
 from esper.growth.seed_modules import host_parameters
 from tests.growth.hosts import HOSTS, bits, everything, make_batch, make_host
 
@@ -362,12 +360,3 @@ def test_a_second_thread_may_evaluate():
     assert all(torch.equal(wanted, one) for one in seen)
     assert len(grower.model.seeds) == 3
     assert not grower.safety.incidents
-
-
-def test_the_blueprint_of_the_guide_passes_its_own_check():
-    text = (Path(__file__).parents[1] / "docs" / "growing.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(def channels_last.*?)```", text, flags=re.DOTALL)
-    try:
-        exec(compile(code, "growing.md", "exec"), {"esper": esper, "nn": nn})
-    finally:
-        forget("my_block")

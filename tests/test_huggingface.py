@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 from transformers import (  # noqa: E402
     ConvNextConfig,
     ConvNextForImageClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     RobertaConfig,
@@ -159,7 +163,17 @@ def whisper():
     return WhisperForConditionalGeneration(config)
 
 
+def dinov2():
+    torch.manual_seed(0)
+    config = Dinov2Config(
+        hidden_size=8, num_attention_heads=2, num_hidden_layers=2, image_size=8,
+        patch_size=4, mlp_ratio=2, num_labels=3,
+    )  # fmt: skip
+    return Dinov2ForImageClassification(config)
+
+
 TIED = {
+    "dinov2": (dinov2, {"pixel_values": torch.randn(2, 3, 8, 8)}, {"mlp_ratio": 4}),
     "gpt2": (lambda: gpt2(2), {"input_ids": IDS}, {"n_inner": 64}),
     "swin": (swin, {"pixel_values": torch.randn(2, 3, 8, 8)}, {"mlp_ratio": 8.0}),
     "whisper": (
@@ -214,6 +228,46 @@ def test_layers_of_one_config_field_grow_together_and_the_config_follows(
     assert {key: getattr(rebuilt.config, key) for key in fields} == fields
 
 
+def test_the_config_of_a_part_follows_too(tmp_path):
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = gpt2(2).transformer
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, ids):
+            state = self.body(ids).last_hidden_state[:, -1]
+            return self.down(torch.relu(self.up(state)))
+
+    host = Classifier()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    options = {"controller": "never", "seeds_per_slot": 1, "min_age": 0}
+    grower = esper.Grower(host, optimizer, example=IDS, **options)
+    slot, _, head = grower.model.slots
+    assert grower.model.tied == ((0, 1), (0, 1), (2,))
+    assert head == "up->down#0"
+    for one in (slot, head):
+        grower.plant(one, "widen_x2", tempo="AT_ONCE")
+    shake(grower.model)
+    for one in (slot, head):
+        grower.keep(one)
+    host.body.save_pretrained(tmp_path)
+    loaded = GPT2Model.from_pretrained(tmp_path)
+    expected = eval_outputs(host.body, IDS)[0]
+    assert torch.equal(eval_outputs(loaded, IDS)[0], expected)
+
+
+def test_a_slot_in_a_part_of_the_layers_of_one_field_is_warned_of():
+    host = gpt2(2)
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    with pytest.warns(EsperWarning, match="n_inner of the config also sizes") as seen:
+        esper.Grower(host, optimizer, ["*h.1.mlp"], example={"input_ids": IDS})
+    assert "'transformer.h.0.mlp.c_fc'" in str(seen[0].message)
+    with warnings.catch_warnings(action="error"):
+        GrowingModel(gpt2(2), "auto", {"input_ids": IDS})
+        GrowingModel(gpt2(2), ["*h.1.mlp"], {"input_ids": IDS}, tie_widths=False)
+
+
 def test_units_that_no_ratio_describes_are_refused_and_layers_can_grow_apart():
     example, options = TIED["swin"][1], {"controller": "never", "seeds_per_slot": 1}
     host = swin()
@@ -232,6 +286,13 @@ def test_units_that_no_ratio_describes_are_refused_and_layers_can_grow_apart():
     assert grower.model.stage(other) is Stage.DORMANT
     heads = esper.suggest_slots(host, example, tie_widths=False)
     assert len(heads) >= len(esper.suggest_slots(host, example)) == 2
+    host = dinov2()
+    optimizer = torch.optim.SGD(host.parameters(), 0.1)
+    grower = esper.Grower(host, optimizer, example=TIED["dinov2"][1], **options)
+    grower.plant(grower.model.slots[0], "widen_x1.25", tempo="AT_ONCE")
+    with pytest.raises(InvalidInputError, match=r"has no mlp_ratio of 2\.5, so the"):
+        merge_into_model(grower)
+    assert len(grower.model.seeds) == 2
 
 
 class Sentences(Dataset):

@@ -1,6 +1,7 @@
 """The examples on the front page, and of the pages below, run as they stand."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import esper
 from benchmarks import rl
+from esper.cli import parser
 from esper.contracts import actions, blueprints
 from esper.growth.blueprints.registry import forget
 
@@ -51,6 +53,22 @@ def test_the_agent_of_the_readme_learns(tmp_path, monkeypatch, capsys):
     run(examples()[0])
     assert float(capsys.readouterr().out) > 150
     assert (tmp_path / "agent.safetensors").exists()
+
+
+def test_the_first_steps_run(capsys):
+    slots, agent = examples("docs/start.md")
+    assert [str(slot) for slot in run(slots)["slots"]] == ["0->2", "2->4"]
+    run(agent)
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 20
+
+
+def test_the_script_that_starts_a_run_has_valid_settings():
+    (text,) = examples("docs/running.md")
+    names = run(text, {"__name__": "imported"})
+    (made,) = re.findall(r"config = (TrainConfig\(.*\))$", text, flags=re.M)
+    config = eval(made, names)
+    assert config.tasks == ("letter", "digits")
+    assert all(callable(names[name]) for name in ("begin_run", "write_report"))
 
 
 class Counting(Dataset):
@@ -102,7 +120,8 @@ def test_every_framework_grows_as_its_page_says(tmp_path, monkeypatch):
     assert sklearn["model"].hidden_layer_sizes_[0] > 16
 
 
-def test_the_snippets_about_growing_run_in_their_order(capsys):
+def test_the_snippets_about_growing_run_in_their_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     names = {}
     try:
         for text in examples("docs/growing.md"):
@@ -113,6 +132,8 @@ def test_the_snippets_about_growing_run_in_their_order(capsys):
     finally:
         forget("my_block")
     assert "Linear(in_features=16, out_features=28" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "mine" / "finished.json").exists()
+    assert names["figure"].axes
     assert len(names["larger"].h) == 8
     assert names["larger"].h[0].up.out_features == 64
 
@@ -197,7 +218,20 @@ def test_the_snippets_about_agents_run_in_their_order(tmp_path, monkeypatch):
             assert names["agent"].env_steps == 2048
     assert names["action_space"] == angles
     assert np.isfinite(names["evaluate"].best)
+    assert names["figure"].axes
     assert (tmp_path / "runs" / "mine" / "agent.safetensors").exists()
+
+
+def test_every_command_of_the_pages_is_known():
+    found = []
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", "")
+        for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            found += re.findall(r"^esper (.*?)(?: +[#>].*)?$", block, re.MULTILINE)
+    assert len(found) > 30
+    for line in found:
+        words = shlex.split(line)
+        parser(words[:1]).parse_args(words)
 
 
 def test_every_recipe_of_the_how_to_page_works(capsys):

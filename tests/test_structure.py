@@ -27,7 +27,7 @@ def test_a_module_imports_at_most_a_third_of_the_package():
     agents = {f"esper.rl.{name}" for name in ("ppo", "device_check", "callbacks")}
     limit = len(MODULES) / 3
     over = {name for name, others in imports(MODULES).items() if len(others) > limit}
-    assert {name for name in over if not name.startswith("esper.cli")} == runs | agents
+    assert {name for name in over if not name.startswith("esper.cli")} <= runs | agents
 
 
 def documented_calls():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from esper.tamiyo.rollout import play as play
     from esper.testing.simulated import SimulatedWorld as SimulatedWorld
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES: Final = {
     "ActionSpec": "esper.contracts.actions",

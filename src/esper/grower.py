@@ -876,7 +876,7 @@ class Grower(NamedOps):
 
         def begin() -> float:
             if self._log is not None:
-                self._log.begin(len(self.history), self.batches, self.model)
+                self._log.begin(self.history, self.model)
             return 0.0
 
         self._ranks.value_of_first(begin, "the logger")

@@ -16,21 +16,17 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from esper.contracts.checks import require_number
-from esper.contracts.devices import require_tensor
-from esper.contracts.errors import InvalidInputError
 from esper.kernels import kernel
 
 Array = NDArray[Any]
 Rollout = namedtuple(
     "Rollout", "rewards values dones truncated step_counts final_values last_values"
 )
-FLOATS: Final = (torch.float32, torch.float64)
 LEAST_WRITE: Final = 1e-30  # sqrt has an infinite slope at 0
 
 
@@ -45,13 +41,8 @@ def gated_scan(
         y_t = keep_t * y_{t-1} + (z_t (2 - z_t))^1/2 * candidate_t
 
     The factor (1 - keep^2)^1/2 keeps the variance of y independent of the time span.
-
-    Args:
-        gates: Gates and, in the second half of the last axis, candidates.
-        episode_start: Where y is reset, even if it is NaN or inf.
-        initial: y before the first step.
+    The second half of the last axis of `gates` holds the candidates.
     """
-    _require_gates(gates, episode_start, initial)
     if gates.device.type != "cpu" or torch.compiler.is_compiling():
         return _gated_by_scan(gates, episode_start, initial)
     if torch.is_grad_enabled():
@@ -82,17 +73,9 @@ def causal_conv(
 
         mixed_t = bias + sum of taps_k * x_{t-k}, over the steps of the same episode
 
-    Args:
-        rows: The `tap - 1` inputs before the first step, oldest first, then the inputs
-            of all steps. Those before the first step must be 0 if they are of another
-            episode.
-        episode_start: Whether the step is the first of an episode.
-        taps: Weight of each lag, the present input first.
-        bias: Added to every step.
-
-    Returns:
-        `mixed`, and the last `tap - 1` inputs, newest first; 0 where they are of
-        another episode.
+    `rows` begin with the `tap - 1` inputs before the first step, oldest first; `taps`
+    begin with that of the present input. The inputs that are returned are the last
+    `tap - 1`, newest first. Inputs of another episode are 0, also those of `rows`.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return _conv_by_lags(rows, episode_start, taps, bias)
@@ -119,51 +102,6 @@ def _conv_by_lags(
     known = age[:, -1:] >= torch.arange(lags, device=rows.device)
     last = rows[:, rows.shape[1] - lags :].flip(1)
     return mixed, torch.where(known.unsqueeze(-1), last, 0.0)
-
-
-def gae(
-    rewards: Float[Tensor, "env time"],
-    values: Float[Tensor, "env time"],
-    dones: Bool[Tensor, "env time"],
-    truncated: Bool[Tensor, "env time"],
-    step_counts: Int[Tensor, " env"],
-    final_values: Float[Tensor, "env time"],
-    last_values: Float[Tensor, " env"],
-    *,
-    gamma: float,
-    lam: float,
-) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
-    """Return advantages and returns of rows with several episodes; zero on padding.
-
-        delta_t = r_t + gamma * next_t - V(s_t)
-        A_t     = delta_t + gamma * lam * A_{t+1}, the last term only within an episode
-
-    `next_t` is 0 where the episode terminated, `final_values` where it was truncated,
-    `last_values` after the last step, and V(s_{t+1}) elsewhere. No gradient flows into
-    the results. Time-major memory is fastest.
-
-    Args:
-        rewards: Reward of each step.
-        values: V(s_t) under the policy that acted.
-        dones: Whether the step ended its episode (terminated or truncated).
-        truncated: Whether the step truncated its episode; False where it terminated.
-        step_counts: Number of steps in each row; later steps are ignored.
-        final_values: V of the final observation where truncated.
-        last_values: V of the observation after a row's last step.
-        gamma: Discount factor.
-        lam: Trace decay; 0 is one-step TD, 1 is Monte Carlo.
-    """
-    rollout = Rollout(
-        rewards, values, dones, truncated, step_counts, final_values, last_values
-    )
-    _require_rollout(rollout, gamma, lam)
-    if rewards.device.type != "cpu":
-        return _gae_log_depth(rollout, gamma, lam)
-    given = [(x.T if x.ndim == 2 else x).detach().contiguous() for x in rollout]
-    advantages, returns = (torch.zeros_like(given[0]) for _ in range(2))
-    if rewards.numel():
-        gae_time_major(*(x.numpy() for x in (*given, advantages, returns)), gamma, lam)
-    return advantages.T, returns.T
 
 
 class _Scan(torch.autograd.Function):
@@ -448,8 +386,16 @@ def _combine_pairs(decay: Tensor, inputs: Tensor) -> Tensor:
     return y
 
 
-def _gae_log_depth(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """`gae` as whole-tensor operations, without a device read."""
+def gae(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns of rows `[env, time]`; zero on padding.
+
+        delta_t = r_t + gamma * next_t - V(s_t)
+        A_t     = delta_t + gamma * lam * A_{t+1}, the last term only within an episode
+
+    `next_t` is 0 where the episode terminated, `final_values` where it was truncated,
+    `last_values` after the last step, and V(s_{t+1}) elsewhere. No gradient flows into
+    the results, and the device is not read. `gae_time_major` is the loop for the CPU.
+    """
     rewards, values, dones, truncated, step_counts, final_values, last_values = rollout
     with torch.no_grad():
         cut_values = last_values.unsqueeze(1)
@@ -530,38 +476,3 @@ def _gae_lanes(
         trace[env] = delta + carried
         advantages[time, env] = delta + carried
         returns[time, env] = delta + carried + value
-
-
-def _require_gates(gates: Tensor, episode_start: Tensor, initial: Tensor) -> None:
-    """Check the arguments of `gated_scan`."""
-    shape = gates.shape
-    if len(shape) != 3 or shape[2] % 2:
-        raise InvalidInputError(
-            f"gates must be [env, time, 2 * hidden], got shape {tuple(shape)}."
-        )
-    require_tensor("gates", gates, shape, FLOATS, gates.device)
-    row = (shape[0], shape[2] // 2)
-    require_tensor("episode_start", episode_start, shape[:2], torch.bool, gates.device)
-    require_tensor("initial", initial, row, gates.dtype, gates.device)
-
-
-def _require_rollout(rollout: Rollout, gamma: float, lam: float) -> None:
-    """Check the arguments of `gae`."""
-    require_number("gamma", gamma, 0.0, 1.0)
-    require_number("lam", lam, 0.0, 1.0)
-    values, shape = rollout.values, rollout.values.shape
-    if len(shape) != 2:
-        raise InvalidInputError(
-            f"values must be [env, time], got shape {tuple(shape)}."
-        )
-    require_tensor("values", values, shape, FLOATS, values.device)
-    row, kind = shape[:1], values.dtype
-    for name, size, dtypes in (
-        ("rewards", shape, kind),
-        ("dones", shape, torch.bool),
-        ("truncated", shape, torch.bool),
-        ("step_counts", row, (torch.int64, torch.int32)),
-        ("final_values", shape, kind),
-        ("last_values", row, kind),
-    ):
-        require_tensor(name, getattr(rollout, name), size, dtypes, values.device)

@@ -344,6 +344,11 @@ class Shrinking(Net):
         self.head = nn.Linear(4, 3)
 
 
+class Plain(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+
 def shared():
     net = Net()
     net.blocks[1] = net.blocks[0]
@@ -364,6 +369,7 @@ def mixed():
 
 REFUSED = {
     "is not residual, it reads .5, 6. and returns .5, 4.": Shrinking,
+    "'blocks.1' is not residual": lambda: Net(block=Plain),
     "reads the list by position and does not call 'blocks.2'": ByPosition,
     "its blocks read the same tensor": Parallel,
     "the host then fails, IndexError": Fixed,
@@ -389,6 +395,28 @@ def test_what_is_refused_changes_nothing(line, how):
     assert all(map(torch.equal, held.values(), model.state_dict().values()))
     assert torch.equal(answer(model, x), before)
     assert growing.depths == []
+
+
+def test_a_head_of_zeros_does_not_hide_that_blocks_are_residual():
+    model = Net()
+    nn.init.zeros_(model.head.weight)
+    growing = GrowingModel(model, ["blocks"], torch.randn(5, 4))
+    growing.deepen("blocks", by=1)
+    assert len(model.blocks) == 3
+
+
+def test_marks_of_parameters_are_copied_and_hooks_on_their_gradients_are_refused():
+    model = Net()
+    model.blocks[1].up.weight.mark = "matrix"
+    growing = GrowingModel(model, ["blocks"], torch.randn(5, 4))
+    growing.deepen("blocks", by=2)
+    assert model.blocks[3].up.weight.mark == "matrix"
+    handle = model.blocks[3].up.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(InvalidInputError, match=r"'up.weight' of one has a hook"):
+        growing.deepen("blocks", by=4)
+    handle.remove()
+    growing.deepen("blocks", by=4)
+    assert len(model.blocks) == 8
 
 
 def test_a_compiled_or_wrapped_host_is_refused():

@@ -31,7 +31,7 @@ from esper.growth.model import GrowingModel
 from esper.growth.optimiser import CORRECTED
 from esper.growth.safety import GovernorConfig
 from esper.growth.saving.export import export
-from esper.growth.seed_modules import host_parameters
+from esper.growth.seed_modules import SeedModules, host_parameters
 from tests.growth.hosts import bits, everything, grow
 from tests.growth.test_cross import DOWN, HOSTS, SLOTS, UP, batch, between, host_of
 from tests.growth.test_export import squeezed
@@ -328,7 +328,7 @@ def folded(**options):
     return grower
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, several])
+@pytest.mark.parametrize("optimizer", [AdamW, several, Adafactor])
 @pytest.mark.parametrize("seeds", ["living", "none"])
 def test_a_state_loads_into_the_small_host_and_training_goes_on_to_the_bit(
     seeds, optimizer
@@ -402,6 +402,42 @@ def test_an_average_folds_its_own_weights():
     train(grower, 3, 6)
     average.update_parameters(grower.model.host)
     assert average.module[0].out_features == 14
+
+
+@pytest.mark.parametrize("what", ["plant", "keep", "load"])
+def test_an_average_that_cannot_follow_leaves_everything_as_it_was(what, monkeypatch):
+    grower = grower_of()
+    host = grower.model.host
+    small = copy.deepcopy(host.state_dict())
+    average = torch.optim.swa_utils.AveragedModel(host, use_buffers=True)
+    grower.follow(average)
+    grower.plant("0->3#0", "widen_8", tempo="AT_ONCE")
+    train(grower, 3)
+    average.update_parameters(host)
+    mirror = SeedModules.mirror
+
+    def fail(*args):
+        mirror(*args)
+        raise MemoryError
+
+    def held():
+        named = average.named_parameters()
+        return everything(host, grower.optimizer), {n: p.clone() for n, p in named}
+
+    before = held()
+    monkeypatch.setattr(SeedModules, "mirror", fail)
+    change = {
+        "plant": lambda: grower.plant("3->5#0", "widen_8", tempo="AT_ONCE"),
+        "keep": lambda: grower.keep("0->3#0"),
+        "load": lambda: host.load_state_dict(small),
+    }[what]
+    with pytest.raises(MemoryError):
+        change()
+    assert bits(held()) == bits(before)
+    monkeypatch.undo()
+    grower.keep("0->3#0")
+    train(grower, 3)
+    average.update_parameters(host)
 
 
 @pytest.mark.parametrize("make", [between, squeezed])
@@ -739,9 +775,14 @@ def test_one_rank_keeps_the_sizes_that_its_wrapper_knows(tmp_path):
         grower = Grower(model, optimizer, example=x, controller="never")
         grower.plant("0->2#0", "widen_8", tempo="AT_ONCE")
         grower.keep("0->2#0")
+        grower.finish()
         model(x).sum().backward()
         assert "DistributedDataParallel" in grower.model.why_branches[0]
+        assert host[0].out_features == 6
         grower.detach()
+        with pytest.raises(InvalidStateError, match="Wrap the host again"):
+            model(x)
+        assert torch.equal(model.eval()(x), host(x))
         other = nn.parallel.DistributedDataParallel(plain)
         optimizer = SGD(plain.parameters(), 0.1)
         grower = Grower(other, optimizer, example=x, controller="never")
@@ -805,3 +846,13 @@ def test_a_state_loads_whatever_new_memory_contains():
         torch.use_deterministic_algorithms(False)
     x = torch.randn(2, 2, 5, 5)
     assert torch.equal(small(x), grown(x))
+
+
+def test_numbers_that_happen_to_equal_the_width_stay():
+    deep = nn.Conv1d(8, 8, 17, padding=8, groups=8)
+    host = nn.Sequential(nn.Conv1d(3, 8, 1), deep, nn.Conv1d(8, 4, 1)).double()
+    model = GrowingModel(host, "auto", torch.randn(2, 3, 20).double())
+    model.plant("0->2#0", "widen_8", tempo="AT_ONCE")
+    model.finish()
+    assert len(model.seeds) == 0
+    assert (deep.groups, deep.padding, deep.kernel_size) == (16, (8,), (17,))

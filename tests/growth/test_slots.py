@@ -109,6 +109,13 @@ def test_work_that_mixes_channels_does_not(between, reason):
     assert reason in found.geometry.why_no_span
 
 
+def test_a_norm_over_neighbours_does_not_though_it_hardly_changes_the_example():
+    norm = nn.LocalResponseNorm(3)
+    host = nn.Sequential(nn.Conv1d(2, 6, 1), norm, nn.Conv1d(6, 3, 1))
+    found = place(host, "0->2", torch.randn(2, 2, 5))
+    assert "mixes channels" in found.geometry.why_no_span
+
+
 class Modes(TwoLayers):
     """The steps between the layers depend on the mode."""
 

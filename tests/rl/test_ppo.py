@@ -192,6 +192,20 @@ def test_t19_t20_all_autoreset_modes_store_the_same_transitions(memory):
                 torch.testing.assert_close(cut[0], other, rtol=0, atol=1e-6)
 
 
+def test_rollouts_of_episodes_of_one_step_are_learnt_in_every_mode():
+    class Short(Seen):
+        def step(self, action):
+            return *super().step(action)[:2], True, False, {}
+
+    for mode in MODES:
+        agent = PPO(vector(Short, 2, mode), width=8, rollout_steps=4)
+        (record,) = learnt(agent, 8)
+        assert agent.env_steps == (4 if mode is AutoresetMode.NEXT_STEP else 8)
+        assert record.update.steps_taken > 0
+    with pytest.raises(InvalidInputError, match="rollout_steps must be at least 2"):
+        PPO(vector(Short, 2, AutoresetMode.NEXT_STEP), rollout_steps=1)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_t20_a_truncated_episode_is_valued_with_the_memory_of_its_last_step(mode):
     """V of the final observation is what replaying the whole episode gives."""
@@ -326,6 +340,12 @@ def test_an_exported_agent_chooses_and_remembers_the_same(memory, options, tmp_p
         np.testing.assert_allclose(state, memories, atol=1e-5)
     with pytest.raises(InvalidInputError, match=r"must end in \.onnx"):
         agent.export(tmp_path / "agent")
+
+
+def test_an_agent_is_loaded_under_a_default_device(tmp_path):
+    PPO(Seen, num_envs=2, **SMALL).save(tmp_path / "agent")
+    with torch.device("cpu"):  # as torch.set_default_device("cpu") does
+        learnt(PPO.load(tmp_path / "agent", env=Seen), 24)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
@@ -578,6 +598,26 @@ def test_a_step_that_was_interrupted_in_processes_is_waited_for():
     agent.forget_episodes()
     assert agent.learn(24).rounds == 2
     agent.close()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_agent_whose_environments_are_closed_does_not_learn(kind):
+    agent = PPO(Seen, vectorization=kind, num_envs=2, **SMALL)
+    learnt(agent, 16)
+    agent.close()
+    with pytest.raises(InvalidStateError, match="environments are closed"):
+        agent.learn(16)
+
+
+def test_an_integer_that_does_not_fit_is_refused_instead_of_wrapped():
+    class Large(Seen):
+        observation_space = spaces.Box(-100, 100, (1,), np.int8)
+
+        def reset(self, *, seed=None, options=None):
+            return np.array([300]), {}
+
+    with pytest.raises(InvalidInputError, match="300 does not fit into int8"):
+        PPO(Large, num_envs=2, **SMALL).learn(16)
 
 
 def test_infinity_in_an_observation_is_told_before_it_is_learnt():
@@ -1128,6 +1168,11 @@ def bad_mask(mask):
         ),
         (lambda: Native(Seen, 2), {}, "makes a VectorEnv; pass what it makes"),
         (lambda: Odd(spaces.Text(4), BOX), {}, "is a Text, which is not supported"),
+        (
+            lambda: Odd(BOX, spaces.Dict({"a.b": TWO, "a": spaces.Dict(b=TWO)})),
+            {},
+            "two heads of the action are called 'a.b'. Rename one.",
+        ),
         (lambda: Odd(spaces.Dict(a=spaces.Text(4)), BOX), {}, "holds no numbers"),
         (lambda: Odd(BOX, spaces.Text(4)), {}, "is a Text, which is not supported"),
         (lambda: Odd(spaces.Discrete(10**6), BOX), {}, "1,000,000 values, more than"),

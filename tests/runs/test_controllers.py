@@ -146,8 +146,8 @@ def test_the_end_of_a_run_is_told_with_its_figures(ending):
         "Mean return per round:",
         "On the validation hosts: ",
         ": 3 unseen hosts of each",
-        "Return of 'Tamiyo' on 3 unseen hosts of ",
-        "'never' (",
+        "On 3 unseen hosts of ",
+        ", 'Tamiyo' ",
         f"The run is in {ending.path}.",
     ):
         assert words in text.replace("\n", ""), words

@@ -3,7 +3,6 @@ import torch
 from torch import Generator
 from torch.testing import assert_close
 
-from esper.contracts.errors import InvalidInputError
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from tests.simic.steps import Steps, fields, make_buffer
 
@@ -86,14 +85,3 @@ def test_minibatches_depend_on_the_generator_alone():
     assert first != orders(2)
     assert first[0] != first[1]
     assert first[0] != sorted(first[0])
-
-
-@pytest.mark.parametrize("count", [-1, 0, 6])
-def test_a_count_of_minibatches_that_cannot_be_is_refused_at_the_call(count):
-    generator = Generator().manual_seed(0)
-    before = generator.get_state()
-    with pytest.raises(
-        InvalidInputError, match=rf"count must lie in 1..5, .* got {count}"
-    ):
-        make_batch().minibatches(count, generator)
-    assert torch.equal(generator.get_state(), before)

@@ -279,7 +279,7 @@ def first_episodes(world):
 
 def test_playing_ends_with_an_error_if_an_episode_does_not():
     world = HashWorld(ENVS, ends=0.0)
-    with pytest.raises(InvalidStateError, match="did not end within 5 steps"):
+    with pytest.raises(InvalidInputError, match="did not end within 5 steps"):
         play(world, Never(), Generator(), max_steps=5)
 
 

@@ -1,5 +1,6 @@
 """What happened to seeds, against a plain loop and in real worlds."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.contracts.actions import HEAD, NUM_HEADS, Op
+from esper.contracts.actions import HEAD, HEADS, NUM_HEADS, RELEVANT, Op
 from esper.contracts.stages import SETTLES_TO, TRANSITIONS, Stage
 from esper.environment.growing import GrowingWorld
 from esper.runs.streams import stream
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.action_masks import compute_masks
+from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
 from esper.tamiyo.rule_based import Random
 from esper.tasks.catalogue import task
 from esper.testing.simulated import SimulatedWorld
@@ -176,3 +180,68 @@ def test_stages_replayed_from_events_are_the_stages_of_the_world(make):
         seen = result.observation
     assert {"planted", "pruned", "blending"} <= words
     assert "jumped" not in words
+
+
+def test_decisions_and_widths_of_the_first_hosts_are_those_of_the_rollout():
+    world, chance = growing(), stream(0, "test")
+    policy = TamiyoPolicy(
+        world.spec, PolicyConfig(width=16, slot_width=8, offer_width=8)
+    )
+    live, began, widths = start(world, policy), 0, {}
+    for _ in range(2):  # the second rollout begins within an episode
+        steps, time = [], 12
+        buffer = TamiyoRolloutBuffer.for_policy(policy, world.num_envs, time)
+        live, _ = collect(policy, world, live, buffer, chance, on_step=steps.append)
+        first = torch.stack([step.observation.episode_start for step in steps])
+        episode = 1 + began + first.cumsum(dim=0)
+        began += int(first[:, 0].sum())
+        columns = buffer.columns()
+        found = rows.decision_rows(steps, episode, world, columns, 1)
+        decided, layers = found["decisions"], found["layers"]
+        assert decided["value"].tolist() == columns["values"][:, 0].tolist()
+        for t, step in enumerate(steps):
+            seen, heads = (json.loads(decided[n][t]) for n in ("features", "heads"))
+            score, stage = step.observation.host.score, step.observation.slots.stage
+            assert seen["host"]["score"] == pytest.approx(float(score[0]), rel=5e-3)
+            assert [each["slot"] for each in seen["seeds"]] == (
+                stage[0].nonzero().flatten().tolist()
+            )
+            action = step.actions[0].tolist()
+            used = RELEVANT[action[0]].tolist()
+            assert [*heads] == [h.name for h, uses in zip(HEADS, used) if uses]  # noqa: B905
+            for name, head in heads.items():
+                n = HEAD[name]
+                legal, logs = (
+                    columns["masks"][t, 0, n],
+                    columns["distribution"][t, 0, n],
+                )
+                assert [*head["legal"].values()] == pytest.approx(
+                    logs[legal].exp().tolist(), rel=5e-3
+                )
+                assert head["chosen"] == [*names_of(world, name)][action[n]]
+            for n in (layers["index"] == t).nonzero().flatten().tolist():
+                layer, width = int(layers["layer"][n]), int(layers["width"][n])
+                assert widths.get(layer) != width or first[t, 0]
+                assert layers["episode"][n] == episode[t, 0]
+                widths[layer] = width
+            units = step.observation.slots.units[0, :2].long().tolist()
+            assert [widths[layer] for layer in sorted(widths)] == [*units, 8]
+        later = (layers["index"] == time).nonzero().flatten().tolist()
+        assert not (later and live.observation.episode_start[0])
+        for n in later:
+            widths[int(layers["layer"][n])] = int(layers["width"][n])
+        assert {*layers["name"]} <= {"0", "2", "4"}
+    assert live.observation.episode_start[0]  # the next rollout has these widths
+
+
+def names_of(world, head):
+    spec = world.spec
+    return {
+        "slot": map(str, range(spec.slots.max_slots)),
+        "blueprint": (each.name for each in spec.blueprints),
+    }.get(head, HEADS[HEAD[head]].choices)
+
+
+def test_two_hosts_are_recorded_of_different_worlds_if_there_are_several():
+    for worlds, hosts in ((1, [2]), (2, [1, 1]), (3, [1, 1, 0])):
+        assert [rows.recorded_hosts(n, worlds) for n in range(worlds)] == hosts

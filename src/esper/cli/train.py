@@ -103,11 +103,8 @@ def unfinished_run(
 ) -> Path | None:
     """The folder of the run to resume, or None if that run is complete.
 
-    Args:
-        given: The options that were given, among them `resume`. A run keeps its
-            settings, so the only other option can be `runs`.
-        read_settings: Raises an error for a run that another command started.
-        advice: What the error about other options recommends.
+    A run keeps its settings, so only `resume` and `runs` may be `given`. The error
+    about others ends with `advice`. `read_settings` refuses runs of other commands.
     """
     from esper.contracts.messages import refusal
     from esper.runs.run import Run, find_run

@@ -121,9 +121,11 @@ def _fill(value: Any, tensors: Mapping[str, Tensor], path: str) -> Any:  # noqa:
 
 
 def _as_tensor(value: Any, path: str) -> Tensor:  # noqa: ANN401
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, Generator):
         return value.get_state()
-    if not isinstance(value, Tensor | np.ndarray | int | float):
+    if not isinstance(value, np.ndarray | int | float):
         raise InvalidInputError(
             f"{path} is {type(value).__name__}, which cannot be saved."
         )

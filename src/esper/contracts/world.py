@@ -6,6 +6,7 @@ Worlds reset ended environments in the same step: `observation` is then the firs
 the next episode and `final` the last of the old one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -138,6 +139,16 @@ class VectorWorld(World[Observation], Protocol):
     """Hosts that train and grow together."""
 
     spec: ActionSpec
+
+
+@runtime_checkable
+class LayeredWorld(VectorWorld, Protocol):
+    """Hosts whose slots and layers have names; all layers but the last can grow."""
+
+    slot_names: Sequence[str]
+    layer_names: Sequence[str]
+    outputs: int
+    """Units of the last layer."""
 
 
 ControllerState = Tensor | tuple[Tensor, ...] | None

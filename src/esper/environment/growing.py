@@ -163,6 +163,11 @@ class GrowingWorld(Stateful, VectorWorld):
         ends = [name.split("->") for name in self.host.slots]
         return [*(inlet for inlet, _ in ends), ends[-1][1]]
 
+    @property
+    def outputs(self) -> int:
+        """Units of the output."""
+        return self.host.layers[-1].outputs
+
     @torch.inference_mode(False)
     def reset(self) -> Observation:
         """Start a new episode everywhere."""

@@ -56,6 +56,11 @@ LEGEND: Final = (
     "than never, ties count half; parameters and MACs (multiply-adds per row) as "
     "multiples of the host's; area: mean score over the decisions."
 )
+OUTCOMES: Final = {
+    "above": "above",
+    "below": "below",
+    "unclear": "no clear difference from",
+}
 LABELS: Final = {"returns": "Return", "test": "Test score"}
 Row = Mapping[str, Any]
 Comparisons = dict[tuple[str, str], Comparison]
@@ -173,9 +178,8 @@ def summarise(rows: Iterable[Row], *, resamples: int = RESAMPLES) -> Summary:
 
 
 def headline(summary: Summary) -> list[str]:
-    """The outcome by return: of each trained arm, or of all arms without one."""
-    found = [_findings(table, ["returns"]) for table in summary.overall]
-    return [line for baseline, learned in found for line in learned or baseline]
+    """One sentence per table: how each trained arm did, or all arms without one."""
+    return [line for table in summary.overall for line in _conclusion(table)]
 
 
 def return_trend(returns: Sequence[float]) -> str:
@@ -338,14 +342,49 @@ def _findings(
     return baseline, learned
 
 
+def _conclusion(table: TaskSummary) -> list[str]:
+    """The outcome by return, in one sentence for each trained arm."""
+    where = f"On {table.where}, "
+    lines = []
+    for arm in filter(lambda arm: arm.learned, table.arms):
+        own = [pair for pair in table.pairwise if pair.name == arm.name]
+        found = []
+        for outcome, label in OUTCOMES.items():
+            names = [pair.other for pair in own if pair.returns.outcome == outcome]
+            verb = "shows" if outcome == "unclear" else "is"
+            found += [f"{verb} {label} {_named(names, own)}"] if names else []
+        if found:
+            lines.append(f"{where}{arm.name!r} {_joined(found)}.")
+    known = [pair for pair in table.pairwise if pair.other == BASELINE]
+    if lines or not known:
+        return lines
+    best = table.arms[-1].name
+    above = _named([p.name for p in known if p.returns.outcome == "above"], known)
+    return [
+        f"{where}{best!r} has the highest return; "
+        f"clearly above {BASELINE!r}: {above or 'no arm'}."
+    ]
+
+
+def _named(names: Sequence[str], pairs: Sequence[PairwiseComparison]) -> str:
+    """One or two names, or how many of all other arms they are."""
+    if len(names) > 2:
+        count = "all" if len(names) == len(pairs) else f"{len(names)} of"
+        return f"{count} {len(pairs)} other arms"
+    return " and ".join(map(repr, names))
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Parts of a sentence: `a`, `a and b`, or `a, b, and c`."""
+    if len(parts) < 3:
+        return " and ".join(parts)
+    return f"{', '.join(parts[:-1])}, and {parts[-1]}"
+
+
 def _outcomes(rows: Mapping[str, Comparison], than: str = "") -> str:
     """Names grouped by outcome, with difference, interval and p."""
     parts = []
-    for outcome, label in (
-        ("above", "above"),
-        ("below", "below"),
-        ("unclear", "no clear difference from"),
-    ):
+    for outcome, label in OUTCOMES.items():
         names = [
             f"{name!r} ({row.difference:+.3f}, p = {row.adjusted:.2g})"
             for name, row in rows.items()

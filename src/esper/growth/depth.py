@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.messages import described
@@ -226,7 +226,40 @@ def add_blocks(
         missed = [n for n in after.names if n not in after.called] or after.names
         why = f"the host reads the list by position and does not call {missed[0]!r}"
         raise insertion.refusal(why)
+    if not insertion.new:
+        return []
+    if not _is_residual(host, example, insertion):
+        raise insertion.refusal(f"{before.names[-1]!r} is not residual")
     return _zero(host, example, insertion, before.answers) if how == "zero" else []
+
+
+def _is_residual(host: nn.Module, example: Example, insertion: Insertion) -> bool:
+    """Whether the host reads what comes before a new block also without the block.
+
+    With matrices of zero, a block that is not residual returns a constant.
+    """
+    block = host.get_submodule(insertion.new[0])
+    path, _, number = insertion.new[0].rpartition(".")
+    earlier = host.get_submodule(f"{path}.{int(number) - 1}")
+
+    def noisy(leaf: Any) -> Any:  # noqa: ANN401
+        adds = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf + torch.randn_like(leaf) if adds else leaf
+
+    def reads_earlier() -> bool:
+        expected = answers(host, example)
+        handle = earlier.register_forward_hook(lambda m, _, out: tree_map(noisy, out))
+        with ExitStack() as stack:
+            stack.callback(handle.remove)
+            return not all(map(torch.equal, expected, answers(host, example)))
+
+    if not reads_earlier():  # as with a head of zeros
+        return True
+    held = deepcopy(block.state_dict())
+    set_zero([block], [name for name, p in block.named_parameters() if p.dim() > 1])
+    found = reads_earlier()
+    block.load_state_dict(held)
+    return found
 
 
 def insert(host: nn.Module, insertion: Insertion, undo: list[Change]) -> None:
@@ -261,14 +294,20 @@ def _copied(host: nn.Module, block: nn.Module, insertion: Insertion) -> nn.Modul
         homes = (vars(module), module._modules, module._buffers)
         return [value for home in homes for value in home.values()]
 
-    own = {*block.modules()}
+    own, named = {*block.modules()}, dict(block.named_parameters())
     outside = {id(v) for m in host.modules() if m not in own for v in held(m)}
+    for name, p in named.items():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise insertion.refusal(f"{name!r} of one has a hook on its gradient")
     try:
-        return deepcopy(
+        made = deepcopy(
             block, {id(v): v for m in own for v in held(m) if id(v) in outside}
         )
     except Exception as error:
         raise insertion.refusal(f"copying one fails, {described(error)}") from error
+    for name, parameter in made.named_parameters():  # a mark of the user's own
+        vars(parameter).update(vars(named[name]))
+    return made
 
 
 def _numbers(block: nn.Module) -> dict[tuple[str, str], int]:

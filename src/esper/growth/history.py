@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth.actions import Receipt
-from esper.growth.analysis.host_layers import is_layer, kind_of, units_of
+from esper.growth.analysis.host_layers import is_layer, units_axis, units_of
 from esper.growth.blueprints.registry import Cost
 from esper.growth.model import FOLDED, GrowingModel
 from esper.growth.saving.saved_topology import NAME
@@ -78,9 +78,8 @@ def first_widths(model: GrowingModel) -> dict[str, int]:
     """Units of every layer before anything grew; of a new block, its original's."""
     found = {}
     for name in layer_widths(model):
-        layer = model.host.get_submodule(name)
-        kind, shape = kind_of(layer), model.seeds.sizes[f"{name}.weight"]
-        found[name] = int(shape[1 if kind is not None and kind.transposed else 0])
+        axis = units_axis(model.host.get_submodule(name))
+        found[name] = int(model.seeds.sizes[f"{name}.weight"][axis])
     return found
 
 

@@ -10,6 +10,7 @@ example. A change is applied completely or not at all, even if something raises;
 is delayed. Only `tick` advances time: then seeds train, blend and hold at their tempo.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,12 @@ from torch.optim import Optimizer
 from esper.contracts.actions import HEAD, ActionSpec, Op
 from esper.contracts.blueprints import BLUEPRINTS, Blueprint, Form
 from esper.contracts.checks import require_int
-from esper.contracts.errors import IllegalActionError, InvalidInputError
+from esper.contracts.errors import (
+    EsperWarning,
+    IllegalActionError,
+    InvalidInputError,
+    InvalidStateError,
+)
 from esper.contracts.slots import SlotConfig
 from esper.contracts.stages import Stage, StageChanged
 from esper.growth import lifecycle
@@ -188,6 +194,7 @@ class GrowingModel(nn.Module, NamedOps):
                 for index in range(seeds_per_slot)
                 for place in places
             )
+            _warn_of_partly_sized(places, self.fields)
             self.tied = tied_places(places, self.fields)
             """Numbers of the places that grow together, for every place."""
             leads = [group[0] == n for n, group in enumerate(self.tied)]
@@ -496,8 +503,9 @@ class GrowingModel(nn.Module, NamedOps):
                     gone = [p for name, p in before.items() if after.get(name) is not p]
                     surgery.leave(gone)
                     self._join(surgery, after, {*before.values()})
-            for copy in self.seeds.living_copies():
-                copy.mirror(self.seeds, folds)
+                for copy in self.seeds.living_copies():
+                    undo += [copy.restore_point(), restore_sizes(copy.host.modules())]
+                    copy.mirror(self.seeds, folds)
 
     def add_copy(self, module: nn.Module) -> None:
         """Let a copy of the host, such as an average, grow with it from now on."""
@@ -692,22 +700,26 @@ class GrowingModel(nn.Module, NamedOps):
         """Output on the example in eval mode; the model does not change."""
         return eval_outputs(self, self.example)
 
-    def finish(self) -> None:
+    def finish(self, *, rewrap: bool = False) -> None:
         """Fold active seeds at their alphas and remove those in TRAINING.
 
-        The host is a plain network then, apart from seeds that do not fold.
+        The host is a plain network then, apart from seeds that do not fold. See `fold`
+        for `rewrap`.
         """
         for one in self.seeds.living_seeds():
             if one.branch.shadow or one.branch.alpha == 0.0:
                 self.remove(one.slot, "growth is finished")
         stages = self.seeds.states.stage
         living = [one.slot for one in self.seeds.living_seeds()]
-        self.why_branches = self.fold(living, rewrap=True)
+        self.why_branches = self.fold(living, rewrap=rewrap)
         self._record(stages, self.seeds.states.stage, FOLDED)
 
     def detach(self) -> None:
         """Finish growth and leave the host; seeds that do not fold stay branches."""
-        self.finish()
+        sizes, wrapper = self.seeds.shapes(), self.ranks.wrapper
+        self.finish(rewrap=True)
+        if wrapper is not None and self.seeds.shapes() != sizes:
+            wrapper.register_forward_pre_hook(_refuse_training)
         self.seeds.flow.owner_ref = None
         if not len(self.seeds):
             self.seeds.detach()
@@ -759,6 +771,32 @@ def tied_places(
     )
 
 
+def _warn_of_partly_sized(
+    places: Sequence[InsertionPoint], fields: Mapping[Axis, str]
+) -> None:
+    """Warn if a field of the config sizes layers that have no slots, too."""
+    spans = [place for place in places if place.geometry.spans]
+    slotted = {
+        name
+        for place in spans
+        for name in (
+            *(*place.widened, place.site.outlet),
+            *(step.name for step in place.recipe),
+        )
+    }
+    grows = {fields[p.units_axis] for p in spans if p.units_axis in fields}
+    for (name, _), field in fields.items():
+        if field in grows and (layer := name.rpartition(".")[0]) not in slotted:
+            warnings.warn(
+                f"{field} of the config also sizes {layer!r}, which has no slot, so "
+                "the config cannot describe what grows: save with esper.save. Use "
+                "slots='auto' to grow such layers together.",
+                EsperWarning,
+                stacklevel=4,
+            )
+            return
+
+
 def why_none_merges(
     host: nn.Module,
     place: InsertionPoint,
@@ -775,6 +813,14 @@ def why_none_merges(
     elif folding:
         why = ""
     return f"no seed there merges, {why}" if why else ""
+
+
+def _refuse_training(wrapper: nn.Module, *_: object) -> None:
+    if wrapper.training and torch.is_grad_enabled():
+        raise InvalidStateError(
+            "detach() has changed sizes of layers, and this DistributedDataParallel "
+            "would not average their gradients. Wrap the host again."
+        )
 
 
 def _holders(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -133,7 +133,7 @@ class OptimizerSurgery:
         self._handles = (
             *(one.register_step_pre_hook(self._before_step) for one in members),
             *(one.register_step_post_hook(self._after_step) for one in members),
-            register_optimizer_step_pre_hook(_step_guard(ref(self))),
+            register_optimizer_step_pre_hook(_step_guard(ref(self), members)),
         )
         finalize(self, self._handles[-1].remove)
 
@@ -336,7 +336,11 @@ class OptimizerSurgery:
             for key, value in held.items():
                 if not isinstance(value, Tensor) or value.numel() == 0:
                     continue
-                if value.dim() > 0 and value.shape != parameter.shape:
+                sizes = {*zip(value.shape, parameter.shape, strict=False)}
+                factored = value.dim() == parameter.dim() and all(
+                    size in (1, full) for size, full in sizes
+                )  # the moments of Adafactor
+                if value.dim() > 0 and not factored:
                     wrong = f"is {[*value.shape]} for {[*parameter.shape]}"
                 elif value.is_floating_point() and not value.isfinite().all():
                     wrong = "is not finite"
@@ -356,6 +360,9 @@ class OptimizerSurgery:
             self._complete_buffers(optimizer)
         given = [*args[1:], *kwargs.values()]
         if not given or not any(map(callable, given)):
+            if len(self.optimizer.members) == 1:
+                self._verify()
+                return None
             known, now = self._checked.pop(optimizer, None), _mark(optimizer)
             if not (known and now and known[0] is now[0] and known[1] == now[1]):
                 self._verify()  # the gradients of all
@@ -379,9 +386,10 @@ class OptimizerSurgery:
         return (args[0], *own), dict(zip(kwargs, named, strict=True))
 
     def _verify(self) -> None:
-        for call in (self.reduce, self.before_step):
-            if call is not None:
-                call()
+        if self.reduce is not None:
+            self.reduce()
+        if self.before_step is not None:
+            self.before_step()
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.after_step is not None and optimizer is self.optimizer.members[-1]:
@@ -473,15 +481,17 @@ def _mark(optimizer: Optimizer) -> tuple[Tensor, int] | None:
     return None if first is None else (first, first._version)
 
 
-def _step_guard(owner: "ref[OptimizerSurgery]") -> Callable[..., None]:
+def _step_guard(
+    owner: "ref[OptimizerSurgery]", members: Sequence[Optimizer]
+) -> Callable[..., None]:
     """Hook for all optimisers that refuses others that train the same parameters.
 
     It holds only a weak reference.
     """
+    own = {id(one) for one in members}  # alive as long as their owner
 
     def guard(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        surgery = owner()
-        if surgery is None or optimizer in surgery.optimizer.members:
+        if id(optimizer) in own or (surgery := owner()) is None:
             return
         for parameter in (p for g in optimizer.param_groups for p in g["params"]):
             name = surgery._host.get(parameter) or surgery.joined.get(parameter)

@@ -288,6 +288,7 @@ class Safety:
         """How often the current snapshot was restored."""
         self._model, self._ranks = model, model.ranks
         self._optimizer = model.surgery.optimizer
+        self._members = self._optimizer.members
         self._shadow_failures = 0
         self._refused = 0
         """Batches refused since the last healthy one."""
@@ -433,14 +434,16 @@ class Safety:
         assert self.monitor is not None
         if self._ranks.many:
             self.remove_failed_seeds(together=True)
-        groups, of_seeds = self._optimizer.param_groups, list[Tensor]()
+        groups: Sequence[Any] = [g for o in self._members for g in o.param_groups]
         own = [
             g for group in groups for p in group["params"] if (g := p.grad) is not None
         ]
         if not own:
             return
-        shadow = self._training_tensors() if self._model.seeds._modules else set[int]()
-        if shadow:  # these do not affect the host: its norm is without them
+        of_seeds: Sequence[Tensor] = ()
+        shadow: Collection[int] = ()
+        if self._model.seeds._modules and (shadow := self._training_tensors()):
+            # These do not affect the host: its norm is without them.
             trained = [
                 p for group in groups for p in group["params"] if id(p) in shadow
             ]
@@ -464,13 +467,18 @@ class Safety:
             self.take_snapshot()
 
     def _measured(
-        self, own: Sequence[Tensor], of_seeds: Sequence[Tensor], shadow: set[int]
+        self,
+        own: Sequence[Tensor],
+        of_seeds: Sequence[Tensor],
+        shadow: Collection[int],
     ) -> tuple[float | None, float, bool, bool]:
         """Loss if known, gradient norm, whether buffers and seed gradients are finite.
 
         One read from the device; with several ranks, the worst of all.
         """
-        buffers = [b for b in self._checked_buffers if id(b) not in shadow]
+        buffers = self._checked_buffers
+        if shadow:
+            buffers = [b for b in buffers if id(b) not in shadow]
         tensors = [*own, *of_seeds, *buffers]
         try:
             found = torch._foreach_norm(tensors)
@@ -522,7 +530,7 @@ class Safety:
                 stacklevel=2,
             )
 
-    def _refuse_shadow(self, shadow: set[int]) -> None:
+    def _refuse_shadow(self, shadow: Collection[int]) -> None:
         """Drop non-finite gradients of training seeds; remove seeds that repeat it."""
         assert self.monitor is not None
         self._undo(shadow)
@@ -577,7 +585,7 @@ class Safety:
             fine = all_finite(self._model.example_outputs())
         return self._ranks.all_agree(fine)
 
-    def _undo(self, only: set[int] | None = None) -> None:
+    def _undo(self, only: Collection[int] | None = None) -> None:
         """Drop gradients and restore buffers; all, or those with the ids `only`."""
         for parameter in (p for g in self._optimizer.param_groups for p in g["params"]):
             if only is None or id(parameter) in only:

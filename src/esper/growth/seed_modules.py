@@ -26,7 +26,7 @@ from esper.contracts.messages import described
 from esper.contracts.stages import Stage
 from esper.files import FORMAT
 from esper.growth import lifecycle
-from esper.growth.analysis.host_layers import fit_sizes, kind_of, units_of
+from esper.growth.analysis.host_layers import fit_sizes, units_of
 from esper.growth.analysis.interlayer import new_interlayer
 from esper.growth.analysis.slots import InsertionPoint
 from esper.growth.blueprints.forms import FORMS, FormSeed, Layer, cross_layer
@@ -218,12 +218,6 @@ class SeedModules(nn.ModuleDict):
             if self.place(other) is place
         )
 
-    def units_before(self, place: InsertionPoint) -> int:
-        """Units between the two layers of a place before anything was folded."""
-        shape = self.sizes[f"{place.site.inlet}.weight"]
-        kind = kind_of(place.inlet)
-        return int(shape[1 if kind is not None and kind.transposed else 0])
-
     def sized(self, slot: int, blueprint: Blueprint) -> Blueprint:
         """Blueprint with the size that it has in a slot now."""
         if not blueprint.share or not self.place(slot).geometry.spans:
@@ -382,6 +376,7 @@ class SeedModules(nn.ModuleDict):
             for hooks in self.hooks
         ]
         failed, stream = dict(self.flow.failed), self.generator.get_state()
+        twins = None if self.twins is None else dict(self.twins)
 
         def put_back() -> None:
             self.clear()
@@ -392,7 +387,7 @@ class SeedModules(nn.ModuleDict):
             for hooks, kept in zip(self.hooks, branches, strict=True):
                 hooks.branches = kept
             self.resize(geometries)
-            self.states, self.flow.failed = states, failed
+            self.states, self.flow.failed, self.twins = states, failed, twins
             self.generator.set_state(stream)
 
         return put_back

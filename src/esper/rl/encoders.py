@@ -56,12 +56,7 @@ def image_encoder(shape: tuple[int, ...], width: int) -> nn.Module:
 
 
 def own_encoder(given: Encoder, spec: SpaceSpec) -> tuple[nn.Module, int]:
-    """A new encoder on the CPU, and the width of its output; refuses what is unusable.
-
-    Args:
-        given: A module, which is copied, or a function that makes one for a space.
-        spec: Spaces of the environment.
-    """
+    """A usable encoder on the CPU, new or copied, and the width of its output."""
     chance, leaves = torch.Generator().manual_seed(0), spec.observation
     with torch.device("cpu"):  # also where the rest is made without memory
         rows = {

@@ -39,9 +39,11 @@ from esper.simic.agent.distribution import (
     first_choice,
     gumbel,
 )
-from esper.simic.agent.memory import make_memory
+from esper.simic.agent.memory import Starts, State, make_memory
 
 Array = NDArray[Any]
+Masks = Bool[Tensor, "env *op head choice"]
+Hidden = Float[Tensor, "row hidden"]
 Features = dict[str, Tensor]
 INITIAL_LOG_DEVIATION: Final = 0.0
 """Log standard deviation of numbers before learning; [-1, 1] is the range of a Box."""
@@ -80,11 +82,8 @@ class Trunk(nn.Module):
         self.hidden = nn.Linear(width, outputs)
 
     def forward(
-        self,
-        features: Features,
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "row hidden"], Float[Tensor, "env layer state"]]:
+        self, features: Features, episode_start: Starts, state: State
+    ) -> tuple[Hidden, State]:
         """The hidden layer before its activation, and the last state.
 
         Rows are environments x steps.
@@ -172,7 +171,7 @@ class SpacePolicy(nn.Module):
         }.items():
             self.register_buffer(name, table, persistent=False)
 
-    def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
+    def initial_state(self, envs: int) -> State:
         """Memory that has seen nothing."""
         return self.value_mean.new_zeros(envs, *self.state_shape)
 
@@ -183,10 +182,7 @@ class SpacePolicy(nn.Module):
         The latter where no number comes near the bound: MiniGrid declares 0..255 and
         shows codes up to 10, which would all look like black. Must not be called
         between a rollout and its update, which would see another policy then.
-
-        Args:
-            largest: The largest size of a number seen in each image; 0: unknown.
-            only_down: Keep a scale that is smaller than the new one.
+        `largest` is 0 where unknown; `only_down` keeps a scale below the new one.
         """
         if self.image_scale is None:
             return
@@ -206,9 +202,9 @@ class SpacePolicy(nn.Module):
     def act(
         self,
         features: Features,
-        masks: Bool[Tensor, "env *op head choice"] | None,
+        masks: Masks | None,
         episode_start: Bool[Tensor, " env"],
-        state: Float[Tensor, "env layer state"],
+        state: State,
         generator: Generator | None,
     ) -> Decision:
         """Decide for every environment; greedily without a generator.
@@ -246,7 +242,7 @@ class SpacePolicy(nn.Module):
     def choose(
         self,
         hidden: Float[Tensor, "env hidden"],
-        masks: Bool[Tensor, "env *op head choice"],
+        masks: Masks,
         noise: Float[Tensor, "env head *choice"] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, the rows that choices are drawn from, and choices of all heads."""
@@ -264,9 +260,7 @@ class SpacePolicy(nn.Module):
         return outputs, rows, actions
 
     def _rows_given(
-        self,
-        op: Int64[Tensor, " env"],
-        masks: Bool[Tensor, "env *op head choice"],
+        self, op: Int64[Tensor, " env"], masks: Masks
     ) -> Bool[Tensor, "env head choice"]:
         """What may be chosen with an op; one choice for heads it does not use."""
         rows = masks
@@ -286,8 +280,8 @@ class SpacePolicy(nn.Module):
         self,
         features: Features,
         actions: Shaped[Tensor, "env time head"],
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
+        episode_start: Starts,
+        state: State,
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
         """Logits of every head given the stored choices, and normalised values."""
         hidden, seen, _ = self.encode(features, episode_start, state)
@@ -297,21 +291,15 @@ class SpacePolicy(nn.Module):
 
     @torch.no_grad()
     def value(
-        self,
-        features: Features,
-        episode_start: Bool[Tensor, " env"],
-        state: Float[Tensor, "env layer state"],
+        self, features: Features, episode_start: Bool[Tensor, " env"], state: State
     ) -> Float[Tensor, " env"]:
         """V(s) of one more observation; memory is read, not advanced."""
         _, seen, _ = self.encode(features, episode_start.unsqueeze(1), state)
         return torch.addcmul(self.value_mean, self.value_scale, self._values(seen))
 
     def encode(
-        self,
-        features: Features,
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Tensor, Tensor, Float[Tensor, "env layer state"]]:
+        self, features: Features, episode_start: Starts, state: State
+    ) -> tuple[Tensor, Tensor, State]:
         """The hidden layers of heads and value `[row, hidden]`, and the last state.
 
         That of heads is before its activation where they see the choices of others.
@@ -338,16 +326,12 @@ class SpacePolicy(nn.Module):
         return hidden, torch.tanh(seen), torch.cat((ours, values), dim=1)
 
     def head_outputs(
-        self,
-        hidden: Float[Tensor, "row hidden"],
-        actions: Shaped[Tensor, "row head"] | None,
+        self, hidden: Hidden, actions: Shaped[Tensor, "row head"] | None
     ) -> Float[Tensor, "row head choice"]:
         """Logits of every head, padded; of numbers, mean and log deviation.
 
-        Args:
-            hidden: The heads' hidden layer, as `encode` gives it.
-            actions: What was chosen, where heads see the choices of others; None is
-                right for the first head alone.
+        `actions` are needed where heads see the choices of others; with None, only the
+        first head is right.
         """
         if self.choice_embedding is not None:
             if actions is not None:
@@ -394,7 +378,7 @@ class SpacePolicy(nn.Module):
         blank = outputs.new_zeros(places, *outputs.shape[1:])
         return blank.index_copy(0, self._places, outputs)
 
-    def _values(self, seen: Float[Tensor, "row hidden"]) -> Float[Tensor, " row"]:
+    def _values(self, seen: Hidden) -> Float[Tensor, " row"]:
         values: Tensor = self.value_out(seen)
         return values.squeeze(1)
 

@@ -273,6 +273,11 @@ class PPO(Stateful):
         """Make what is learnt and what learns."""
         if vector is not None:
             _require_memory(spec, settings)
+            if vector.resets_later and settings.rollout_steps == 1:
+                raise InvalidInputError(
+                    "rollout_steps must be at least 2: these environments spend a step "
+                    "on each reset."
+                )
             for name in vector.spec.dropped:
                 what = one_line(f"{name!r} of the observation is text and is left out")
                 advice = "Turn it into numbers in a wrapper if the agent needs it"
@@ -580,11 +585,6 @@ class PPO(Stateful):
             if source is self._source and vector.is_given:
                 self._rollout = None
             found = play(vector, decide, quota, max_steps=max_steps)
-        except InvalidStateError:
-            raise InvalidInputError(
-                f"some episode did not end within {max_steps} steps; set a time limit: "
-                "gymnasium.make(..., max_episode_steps=1000)."
-            ) from None
         finally:
             vector.release()
         return EpisodeReturns(found.returns.numpy(), found.lengths.numpy())
@@ -704,6 +704,8 @@ class PPO(Stateful):
             raise InvalidStateError(
                 "there is no environment to learn in; PPO.load(env=...)."
             )
+        if getattr(self.world.env, "closed", False):
+            raise InvalidStateError("the environments are closed. Make a new agent.")
         return self.world
 
     def _require_masks(self, masks: Tensor | None) -> None:

@@ -14,6 +14,7 @@ called choices. Other spaces raise an error.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, Final
 
@@ -155,6 +156,11 @@ class SpaceSpec:
             raise InvalidInputError(
                 f"the action has {len(self.sizes):,} heads of up to {self.width:,} "
                 "choices, which is too many. Split it into several steps."
+            )
+        names = sorted(self.head_names)
+        if twins := [one for one, other in pairwise(names) if one == other]:
+            raise InvalidInputError(
+                f"two heads of the action are called {quoted(twins[0])}. Rename one."
             )
         if self.head_relevance is None:
             return

@@ -149,17 +149,10 @@ def resume_ppo(
     device: str | None = None,
     logger: Sequence[str] | None = None,
 ) -> RunResult:
-    """Resume a run from its newest good checkpoint.
+    """Resume a run from its newest good checkpoint; None leaves a setting as before.
 
-    Args:
-        path: The folder of the run.
-        callbacks: Called in addition to those that record and save.
-        env: The environment's id, which must be that of the run.
-        trust: Import the module that the run names in an id "module:Id". Without it,
-            `env` must repeat such an id, since a file must not choose code.
-        env_timeout: New time limit of one call in seconds; None: as before.
-        device: Device of the policy from now on; None: as before.
-        logger: Loggers from now on; None: as before.
+    Without `trust`, `env` must repeat an id "module:Id", since a file must not choose
+    code. `callbacks` are called in addition to those that record and save.
     """
     with Run.open(path) as run:
         if run.finished is not None:

@@ -336,7 +336,13 @@ def _end_with_parent(parent: int) -> None:
 def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
     """Observations of all environments as an element of the batched space."""
     if type(space) is spaces.Box:  # faster than `concatenate`
-        return np.array(shown).astype(space.dtype, casting="same_kind", copy=False)
+        array = np.array(shown)
+        cast = array.astype(space.dtype, casting="same_kind", copy=False)
+        if cast.dtype.kind == "i" and cast.dtype != array.dtype:
+            wrong = array[cast != array]
+            if len(wrong):
+                raise ValueError(f"{wrong[0]} does not fit into {space.dtype}")
+        return cast
     blank: Any = create_empty_array(space, len(shown), np.empty)
     return concatenate(space, shown, blank)
 
@@ -405,6 +411,7 @@ class Vector:
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode."
             )
         self.mode = AutoresetMode(mode)
+        self.resets_later = self.mode is AutoresetMode.NEXT_STEP
         seen, acted = self.env.single_observation_space, self.env.single_action_space
         self.spec = SpaceSpec(seen, acted, head_relevance)
         if masks not in (*get_args(MaskSource), None):
@@ -443,7 +450,7 @@ class Vector:
         ended, acted, final = terminated | truncated, ~self._ended, None
         had_future = (truncated & ~terminated & acted).any()
         fresh, acts = ended, np.ones(self.num_envs, bool)
-        if self.mode is AutoresetMode.NEXT_STEP:
+        if self.resets_later:
             self._ended, fresh, acts = ended, ~acted, ~ended
             final = observation if had_future else None
         elif self.mode is AutoresetMode.DISABLED and ended.any():

@@ -127,6 +127,9 @@ COLUMNS: Final = {
 """Columns of each table, in addition to attempt, seq and round."""
 
 TABLES: Final = tuple(COLUMNS)
+ROWLESS: Final = ", WITHOUT ROWID"
+LONG: Final = ("decisions",)
+"""Tables with rows of 1,000 bytes, each of which would take a page without a rowid."""
 
 LANE: Final = "PARTITION BY task, env, episode, slot ORDER BY attempt, seq"
 """The events of one slot in one episode, in order, over all attempts."""
@@ -348,7 +351,7 @@ def _statements() -> list[str]:
         made.append(
             f"CREATE TABLE {name} (\n  attempt INTEGER NOT NULL, seq INTEGER NOT NULL, "
             f"round INTEGER NOT NULL,{own}\n  , nans TEXT,\n"
-            "  PRIMARY KEY (attempt, seq)\n) STRICT, WITHOUT ROWID"
+            "  PRIMARY KEY (attempt, seq)\n) STRICT" + ("" if name in LONG else ROWLESS)
         )
         made.append(
             f"CREATE VIEW live_{name} AS SELECT t.* FROM {name} AS t "

@@ -83,6 +83,7 @@ class GrowthFolder:
         loaded state was saved with.
         """
         store = self.store
+        store.flush()  # rows that wait belong to the attempt before
         if not ours and store.fetch("SELECT 1 FROM live_rounds LIMIT 1"):
             raise RunLockedError(
                 f"{short(self.path)} has another training. Give another folder, or "
@@ -198,6 +199,7 @@ class GrowthLog:
         """Ids of the runs that a loaded state was saved with."""
         self._planned, self._done = settings.decisions or 0, 0
         self._begun = False
+        self._refused: RunLockedError | None = None
         with ExitStack() as opened:
             self._folders = []
             for path in paths:
@@ -210,14 +212,24 @@ class GrowthLog:
         """Ids of the runs in the folders."""
         return [folder.run.id for folder in self._folders]
 
-    def begin(self, rounds: int, batches: int, model: GrowingModel) -> None:
-        """Start to write after some decisions and batches."""
+    def begin(self, history: Sequence[GrowthDecision], model: GrowingModel) -> None:
+        """Start to write after some decisions; releases folders that are refused."""
+        rounds = len(history)
+        if self._refused is not None:
+            raise self._refused
+        try:
+            for folder in self._folders:
+                folder.begin(rounds, folder.run.id in self.known, model)
+        except RunLockedError as error:
+            self._refused = error
+            self.close(finished=False)
+            raise
         self._done, self._begun = rounds, True
-        for folder in self._folders:
-            folder.begin(rounds, folder.run.id in self.known, model)
         self._sinks.close()
         resumed = rounds > 0 or bool(self.known)
-        info = replace(self._info, step=batches, resumed=resumed)
+        # Batches since that decision are logged with the next one.
+        step = history[-1].batches if history else 0
+        info = replace(self._info, step=step, resumed=resumed)
         self._sinks = Sinks(self._others, info)
 
     def decide(

@@ -5,9 +5,10 @@ attempt over all tables, from 1 without gaps. A run that resumes after round r b
 another attempt. Rows of later rounds from earlier attempts stay but no longer count:
 `live_NAME` shows the rows of NAME that count.
 
-Rows are queued and written in one transaction, by `flush` or every thousand rows. If
-the database cannot be written, they stay in the queue. A durable flush survives a loss
-of power, so it precedes each checkpoint.
+Rows are queued and written in one transaction: by `flush`, every thousand rows, or
+with the first row after a second, so that readers see them soon. If the database cannot
+be written, they stay in the queue. A durable flush survives a loss of power, so it
+precedes each checkpoint.
 
 SQLite stores NaN as NULL. NULL means missing, unless the column's name is in `nans`.
 """
@@ -21,6 +22,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from operator import ne
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -46,6 +48,8 @@ from esper.runs.records import EvalResult, RoundRecord
 
 FLUSH_ROWS: Final = 1_000
 """Number of queued rows that starts a write."""
+FLUSH_SECONDS: Final = 1.0
+"""Seconds after a write from which on the next row starts another."""
 MAX_TEXT: Final = 10_000
 """Maximum length of a text; the rest is cut."""
 DUCKDB_TYPES: Final = {"INTEGER": "BIGINT", "REAL": "DOUBLE", "TEXT": "VARCHAR"}
@@ -69,6 +73,7 @@ class Store:
         """Warnings for the user, one line each."""
         self._queue: list[tuple[str, list[Row]]] = []
         self._waiting, self._retry_at = 0, FLUSH_ROWS
+        self._due = monotonic() + FLUSH_SECONDS
         self._attempt = self._seq = 0
         self._db = open_writer(self.path, run)
         self._file = os.stat(self.path).st_ino
@@ -108,6 +113,7 @@ class Store:
 
         try:
             self._attempt, known = patiently(begin)
+            self._seq = 0
         except sqlite3.DatabaseError as error:
             raise self._error(error) from None
         if (lost := keeps - known) > 0:
@@ -131,7 +137,7 @@ class Store:
         rows = self._rows(table, columns)
         self._queue.append((table, rows))
         self._waiting += len(rows)
-        if self._waiting >= self._retry_at:
+        if self._waiting >= self._retry_at or monotonic() >= self._due:
             self.flush(durable=False)
 
     def add_round(self, record: RoundRecord) -> None:
@@ -197,6 +203,7 @@ class Store:
             raise
         except (sqlite3.DatabaseError, OSError) as error:
             self._retry_at = self._waiting + FLUSH_ROWS
+            self._due = monotonic() + FLUSH_SECONDS
             if durable:
                 raise self._error(error) from None
         return self._seq
@@ -251,6 +258,7 @@ class Store:
         self._seq = seq
         self._queue.clear()
         self._waiting, self._retry_at = 0, FLUSH_ROWS
+        self._due = monotonic() + FLUSH_SECONDS
 
     def _error(self, error: Exception) -> StorageError:
         return StorageError(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Generator, Tensor
 
 from esper.contracts.devices import to_device
-from esper.contracts.errors import InvalidStateError
+from esper.contracts.errors import InvalidInputError
 from esper.contracts.world import EpisodeReport, StepResult, World
 from esper.simic.agent.distribution import Policy
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -244,6 +244,7 @@ def play(
                 returns=all_.returns[of],
                 lengths=all_.lengths[of],
             )
-    raise InvalidStateError(
-        f"some episode did not end within {max_steps} steps; set a time limit."
+    raise InvalidInputError(
+        f"some episode did not end within {max_steps} steps. Set a time limit, such as "
+        "max_episode_steps of gymnasium.make, or raise max_steps."
     )

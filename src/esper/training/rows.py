@@ -17,8 +17,7 @@ from esper.contracts.actions import HEAD, HEADS, Op
 from esper.contracts.devices import map_tensors
 from esper.contracts.slots import SlotStates
 from esper.contracts.stages import NEXT_STAGE, STAGE_EVENTS, Stage
-from esper.contracts.world import Observation, VectorWorld
-from esper.environment.growing import GrowingWorld
+from esper.contracts.world import LayeredWorld, Observation, VectorWorld
 from esper.growth.actions import action_text
 from esper.runs.decisions import features_json, heads_json
 from esper.simic.rollout import Transition
@@ -121,9 +120,8 @@ def decision_rows(
         return {}
     time, spec = len(steps), world.spec
     shown = [step.observation for step in steps] + [steps[-1].result.observation]
-    seen = map_tensors(
-        lambda x: x.unflatten(0, (time + 1, -1))[:, :hosts], _concat(shown)
-    )
+    first = torch.arange(time + 1).unsqueeze(1) * world.num_envs + torch.arange(hosts)
+    seen = map_tensors(lambda x: x[first.flatten()], _concat(shown))
     actions, legal, log_probs, values = (
         columns[name][:, :hosts].flatten(0, 1)
         for name in ("actions", "masks", "distribution", "values")
@@ -131,12 +129,13 @@ def decision_rows(
     slots = range(spec.slots.max_slots)
     names: Sequence[str] = [f"slot {slot}" for slot in slots]
     rows: dict[str, dict[str, Any]] = {}
-    if isinstance(world, GrowingWorld):
+    if isinstance(world, LayeredWorld):
         names, layers = world.slot_names, world.layer_names
-        units = seen.slots.units[..., : len(layers) - 1].long()
-        outputs = torch.full_like(units[..., :1], world.host.layers[-1].outputs)
-        widths = torch.cat((units, outputs), dim=2)
-        found = layer_rows(widths, seen.episode_start, episode[:, :hosts])
+        units = seen.slots.units[:, : len(layers) - 1].long()
+        outputs = torch.full_like(units[:, :1], world.outputs)
+        widths = torch.cat((units, outputs), dim=1).unflatten(0, first.shape)
+        start = seen.episode_start.view(first.shape)
+        found = layer_rows(widths, start, episode[:, :hosts])
         found["name"] = [layers[n] for n in found["layer"].tolist()]
         rows["layers"] = found
     cells = torch.arange(len(actions))
@@ -146,9 +145,7 @@ def decision_rows(
         "episode": episode[:, :hosts].flatten(),
         "action": [action_text(row[None], names, spec) for row in actions],
         "value": values,
-        "features": features_json(
-            map_tensors(lambda x: x[:-1].flatten(0, 1), seen), spec, slots
-        ),
+        "features": features_json(map_tensors(lambda x: x[:-hosts], seen), spec, slots),
         "heads": heads_json(actions, legal, log_probs, spec, slots),
     }
     return rows

@@ -43,7 +43,7 @@ from esper.contracts.messages import one_line
 from esper.watch.reading import MAX_POINTS, HeadRow, RunReader, find_by_id, list_runs
 
 ADDRESS: Final = "127.0.0.1"
-POLL: Final = 0.5
+POLL: Final = 0.25
 """Seconds between two looks at a store that is being streamed."""
 HEARTBEAT: Final = 10.0
 """Seconds of silence after which a stream shows that it lives."""

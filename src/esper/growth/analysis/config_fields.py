@@ -53,17 +53,32 @@ def built_shapes(model: nn.Module, config: Any) -> Shapes:  # noqa: ANN401
     return shapes_of(dict(built(model, config).named_parameters()))
 
 
+def configured_parts(model: nn.Module) -> dict[str, Any]:
+    """The model, or the models of Hugging Face in it, by prefix of their names.
+
+    Those whose config has fields for widths.
+    """
+    parts: dict[str, Any] = {}
+    for name, part in model.named_modules():
+        prefix, config = f"{name}." if name else "", getattr(part, "config", None)
+        known = not name or hasattr(config, "model_type")
+        if known and any(_fields(config)) and not any(map(prefix.startswith, parts)):
+            parts[prefix] = part
+    return parts
+
+
 def fields_of_axes(model: nn.Module) -> dict[Axis, str]:
     """The field that sets the size of an axis; empty without such a config."""
-    try:
-        config: Any = deepcopy(getattr(model, "config", None))
-        return {
-            axis: field
-            for field in _fields(config)
-            for axis in _changed(model, config, field)
-        }
-    except Exception:  # a config of the user's own, or a model built another way
-        return {}
+    found = dict[Axis, str]()
+    for prefix, part in configured_parts(model).items():
+        with suppress(Exception):  # a config of the user's own, or built another way
+            config: Any = deepcopy(part.config)
+            found |= {
+                (f"{prefix}{name}", axis): f"{prefix}{field}"
+                for field in _fields(config)
+                for name, axis in _changed(part, config, field)
+            }
+    return found
 
 
 def sized_config(model: Any, wanted: Shapes) -> Any:  # noqa: ANN401
@@ -84,35 +99,44 @@ def sized_config(model: Any, wanted: Shapes) -> Any:  # noqa: ANN401
             continue
         if field.split(".")[-1] in RATIO_FIELDS:
             new, known = max(sizes)
-            _set(config, field, old * new / known)
+            ratio = old * new / known  # some configs take integers only
+            value = type(old)(ratio) if ratio.is_integer() else ratio
+            try:
+                _set(config, field, value)
+            except Exception as error:
+                raise InvalidInputError(
+                    f"{kind} has no {field} of {value:g}"
+                ) from error
         elif len({new for new, _ in sizes}) == 1:
             _set(config, field, next(iter(sizes))[0])
         else:
-            found = ", ".join(str(new) for new, _ in sorted(sizes))
+            listed = ", ".join(str(new) for new, _ in sorted(sizes))
             raise InvalidInputError(
-                f"layers have grown to different sizes ({found}) and {kind} has one "
+                f"layers have grown to different sizes ({listed}) and {kind} has one "
                 f"{field}"
             )
-    if built_shapes(model, config) != wanted:
+    found = built_shapes(model, config)  # which may have more, such as a pooler
+    if any(found.get(name) != shape for name, shape in wanted.items()):
         raise InvalidInputError(f"{kind} has no field for the layers that grew")
     return config
 
 
-def follow_sizes(model: Any, wanted: Shapes) -> None:  # noqa: ANN401
-    """Let the config of a model describe these shapes, if it can."""
-    config = getattr(model, "config", None)
-    with suppress(Exception):  # a config of the user's own, or sizes that no config has
-        if any(_fields(config)):
-            copy_fields(sized_config(model, wanted), config)
+def follow_sizes(model: nn.Module, wanted: Shapes) -> None:
+    """Let the configs of a model describe these shapes, if they can."""
+    for prefix, part in configured_parts(model).items():
+        names = (name for name in wanted if name.startswith(prefix))
+        own = {name.removeprefix(prefix): wanted[name] for name in names}
+        with suppress(Exception):  # a config of the user's own, or of no such sizes
+            copy_fields(sized_config(part, own), part.config)
 
 
-def restore_fields(model: Any) -> Callable[[], None]:  # noqa: ANN401
-    """Return a function that restores the fields of a model's config."""
-    config = getattr(model, "config", None)
-    fields = {field: _get(config, field) for field in _fields(config)}
+def restore_fields(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the fields of a model's configs."""
+    configs = [part.config for part in configured_parts(model).values()]
+    held = [(one, field, _get(one, field)) for one in configs for field in _fields(one)]
 
     def put_back() -> None:
-        for field, value in fields.items():
+        for config, field, value in held:
             _set(config, field, value)
 
     return put_back

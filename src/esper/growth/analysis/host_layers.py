@@ -90,15 +90,19 @@ def _paddings(module: nn.Conv1d | nn.Conv2d) -> list[int]:
 
 def swap_layout(module: nn.Module, weight: Tensor) -> Tensor:
     """Convert a weight from `[outputs, inputs, ...]` to its layer's layout, or back."""
+    return weight.T.contiguous() if units_axis(module) else weight
+
+
+def units_axis(module: nn.Module) -> int:
+    """The axis of a layer's stored weight that has its outputs."""
     kind = kind_of(module)
-    return weight.T.contiguous() if kind is not None and kind.transposed else weight
+    return int(kind is not None and kind.transposed)
 
 
 def units_of(module: nn.Module) -> int:
     """Number of outputs of a layer."""
     weight: Any = module.weight  # a parametrized one is no parameter
-    kind = kind_of(module)
-    return int(weight.shape[1 if kind is not None and kind.transposed else 0])
+    return int(weight.shape[units_axis(module)])
 
 
 def write_sizes(module: nn.Module) -> None:
@@ -114,6 +118,8 @@ def write_sizes(module: nn.Module) -> None:
 
 COUPLING: Final = (nn.LayerNorm, nn.RMSNorm)
 """Norms over all units at once; two of them are no larger one."""
+CHANNELS: Final = ("in_channels", "out_channels", "groups")
+"""Sizes of a depthwise convolution."""
 NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, *COUPLING)
 
 
@@ -164,7 +170,10 @@ def write_unit_size(module: nn.Module, before: int, after: int) -> None:
         module.num_channels = after
         return
     sizes = {int: (before, after), tuple: ((before,), (after,))}
-    for key, value in [*vars(module).items()]:
+    known = vars(module).items()
+    if isinstance(module, _ConvNd):  # padding may be as large
+        known = {key: vars(module)[key] for key in CHANNELS}.items()
+    for key, value in [*known]:
         old, new = sizes.get(type(value), (None, None))
         if old is not None and value == old:
             setattr(module, key, new)

@@ -25,11 +25,12 @@ from torch.nn.parameter import is_lazy
 
 from esper.contracts.errors import InvalidInputError, unknown
 from esper.contracts.messages import described
-from esper.growth.analysis.config_fields import Axis, fields_of_axes
+from esper.growth.analysis.config_fields import Axis, configured_parts, fields_of_axes
 from esper.growth.analysis.host_layers import (
     is_layer,
     kernel_of,
     kind_of,
+    units_axis,
     units_of,
     why_no_layer,
 )
@@ -106,8 +107,7 @@ class InsertionPoint:
     @property
     def units_axis(self) -> Axis:
         """The axis of the inlet's weight that has the units of a span."""
-        kind = kind_of(self.inlet)
-        return f"{self.site.inlet}.weight", int(kind is not None and kind.transposed)
+        return f"{self.site.inlet}.weight", units_axis(self.inlet)
 
     def first_layers(self, host: nn.Module) -> dict[str, nn.Module]:
         """The layers of a host, or of its copy, that get the new units of a span."""
@@ -562,8 +562,11 @@ def _suggested(
         for step in filter(names.__contains__, every_step(place.interlayer)):
             if names[step] in skipped:
                 skipped[names[step]] = f"it is widened together with {place.site.name}"
+    sized = {prefix for prefix in configured_parts(model) if fields}
     if any(place.units_axis in fields for place in found):
         for place in [p for p in found if p.units_axis not in fields]:
+            if not any(place.site.inlet.startswith(prefix) for prefix in sized):
+                continue
             found.remove(place)
             skipped[place.site.inlet] = (
                 "no field of the model's config sizes it; name it, or pass "

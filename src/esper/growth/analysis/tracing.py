@@ -673,6 +673,8 @@ def _step_module(step: TraceStep, width: int, layout: Layout) -> nn.Module:
         problem = "normalizes more than the channels"
     elif isinstance(module, (*NORMS, *DROPOUTS.values())):
         pass
+    elif isinstance(module, nn.LocalResponseNorm) or step.name == "local_response_norm":
+        problem = "mixes channels"  # too little to be seen on small inputs
     elif isinstance(function, FunctionModule) and "training" in function.kwargs:
         problem = "depends on the training mode; call it as a module"
     elif isinstance(function, FunctionModule) and not function.copyable:

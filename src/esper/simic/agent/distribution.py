@@ -32,6 +32,12 @@ from esper.contracts.devices import to_device
 from esper.contracts.errors import NoLegalActionError
 from esper.contracts.features import Leaf
 
+Rows = Float[Tensor, "*batch choice"]
+Legal = Bool[Tensor, "*batch choice"]
+Batch = Float[Tensor, " *batch"]
+Normals = Float[Tensor, "*batch two"]
+Used = Bool[Tensor, "*batch two"]
+
 
 @runtime_checkable
 class PolicySpec(Protocol):
@@ -135,9 +141,7 @@ class Policy(Protocol):
         """Return V(s) of an observation without changing the memory."""
 
 
-def masked_log_softmax(
-    logits: Float[Tensor, "*batch choice"], masks: Bool[Tensor, "*batch choice"]
-) -> Float[Tensor, "*batch choice"]:
+def masked_log_softmax(logits: Rows, masks: Legal) -> Rows:
     """Return log-probabilities in at least float32; 0 where illegal."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
@@ -149,74 +153,52 @@ def masked_log_softmax(
     return (outer * masks).movedim(0, -1)  # `outer` is finite, so this is 0
 
 
-def entropy(log_probs: Float[Tensor, "*batch choice"]) -> Float[Tensor, " *batch"]:
+def entropy(log_probs: Rows) -> Batch:
     """Return the entropy in nats; log_probs are 0 where illegal."""
     return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
-def kl_divergence(
-    old: Float[Tensor, "*batch choice"],
-    new: Float[Tensor, "*batch choice"],
-    masks: Bool[Tensor, "*batch choice"],
-) -> Float[Tensor, " *batch"]:
+def kl_divergence(old: Rows, new: Rows, masks: Legal) -> Batch:
     """Return KL(old || new) over the legal choices."""
     return torch.where(masks, old.exp() * (old - new), 0.0).sum(dim=-1)
 
 
-def chosen(
-    log_probs: Float[Tensor, "*batch choice"], actions: Shaped[Tensor, " *batch"]
-) -> Float[Tensor, " *batch"]:
+def chosen(log_probs: Rows, actions: Shaped[Tensor, " *batch"]) -> Batch:
     """Return the log-probability of the action of every head."""
     return log_probs.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
 
 
-def normal_parameters(
-    parameters: Float[Tensor, "*batch two"], masks: Bool[Tensor, "*batch two"]
-) -> Float[Tensor, "*batch two"]:
+def normal_parameters(parameters: Normals, masks: Used) -> Normals:
     """Return mean and log standard deviation unchanged; masks do not apply."""
     return parameters
 
 
-def normal_log_probs(
-    distribution: Float[Tensor, "*batch two"], actions: Float[Tensor, " *batch"]
-) -> Float[Tensor, " *batch"]:
+def normal_log_probs(distribution: Normals, actions: Batch) -> Batch:
     """Return the log-density of the actions."""
     mean, log_deviation = distribution.unbind(-1)
     distance = (actions - mean) * torch.exp(-log_deviation)
     return -0.5 * (distance.square() + LOG_TWO_PI) - log_deviation
 
 
-def normal_entropy(
-    distribution: Float[Tensor, "*batch two"],
-) -> Float[Tensor, " *batch"]:
+def normal_entropy(distribution: Normals) -> Batch:
     """Return the differential entropy in nats."""
     return distribution[..., 1] + 0.5 * (1.0 + LOG_TWO_PI)
 
 
-def normal_kl(
-    old: Float[Tensor, "*batch two"],
-    new: Float[Tensor, "*batch two"],
-    masks: Bool[Tensor, "*batch two"],
-) -> Float[Tensor, " *batch"]:
+def normal_kl(old: Normals, new: Normals, masks: Used) -> Batch:
     """Return KL(old || new); masks do not apply."""
     (old_mean, old_log), (new_mean, new_log) = old.unbind(-1), new.unbind(-1)
     squares = (2.0 * old_log).exp() + (old_mean - new_mean).square()
     return new_log - old_log + 0.5 * (squares * (-2.0 * new_log).exp() - 1.0)
 
 
-def normal_draw(
-    parameters: Float[Tensor, "*batch two"],
-    masks: Bool[Tensor, "*batch two"],
-    noise: Float[Tensor, " *batch"] | None,
-) -> Float[Tensor, " *batch"]:
+def normal_draw(parameters: Normals, masks: Used, noise: Batch | None) -> Batch:
     """Return mean plus deviation times noise; masks do not apply."""
     mean, log_deviation = parameters.unbind(-1)
     return mean if noise is None else mean + log_deviation.exp() * noise
 
 
-def optional_parameters(
-    parameters: Float[Tensor, "*batch two"], masks: Bool[Tensor, "*batch two"]
-) -> Float[Tensor, "*batch two"]:
+def optional_parameters(parameters: Normals, masks: Used) -> Normals:
     """Return mean and log deviation; where unused, constants with density 1 at 0."""
     is_used = masks[..., 1]
     mean = torch.where(is_used, parameters[..., 0], 0.0)
@@ -224,11 +206,7 @@ def optional_parameters(
     return torch.stack((mean, log_deviation), dim=-1)
 
 
-def optional_draw(
-    parameters: Float[Tensor, "*batch two"],
-    masks: Bool[Tensor, "*batch two"],
-    noise: Float[Tensor, "*batch two"] | None,
-) -> Float[Tensor, " *batch"]:
+def optional_draw(parameters: Normals, masks: Used, noise: Normals | None) -> Batch:
     """Return a drawn number, with the first entry of the noise; 0 where unused."""
     first = None if noise is None else noise[..., 0]
     return torch.where(masks[..., 1], normal_draw(parameters, masks, first), 0.0)
@@ -254,9 +232,7 @@ LOG_TWO_PI: Final = math.log(2.0 * math.pi)
 
 
 def sample(
-    logits: Float[Tensor, "*batch choice"],
-    masks: Bool[Tensor, "*batch choice"],
-    generator: Generator | None,
+    logits: Rows, masks: Legal, generator: Generator | None
 ) -> Int64[Tensor, " *batch"]:
     """Sample one legal choice per row; the likeliest one if `generator` is None."""
     noise = None
@@ -265,11 +241,7 @@ def sample(
     return choose(logits, masks, noise)
 
 
-def choose(
-    logits: Float[Tensor, "*batch choice"],
-    masks: Bool[Tensor, "*batch choice"],
-    noise: Float[Tensor, "*batch choice"] | None,
-) -> Int64[Tensor, " *batch"]:
+def choose(logits: Rows, masks: Legal, noise: Rows | None) -> Int64[Tensor, " *batch"]:
     """Return the legal choice with the largest logit plus noise (Gumbel-max trick)."""
     noisy = logits if noise is None else logits + noise
     # A legal logit of -inf stays above illegal ones; argmax takes NaN as largest.
@@ -366,15 +338,7 @@ def evaluate_choices(
     actions: Shaped[Tensor, "env time head"],
     family: Family = CHOICES,
 ) -> Evaluation:
-    """Evaluate stored actions under the distribution that the logits define.
-
-    Args:
-        logits: What the policy returned for each head.
-        values: What it returned for V(s).
-        masks: The masks that the actions were sampled with.
-        actions: The stored actions.
-        family: The distributions of the heads, as `family_of` returns them.
-    """
+    """Evaluate stored actions under the distribution that the logits define."""
     distribution = family.distribution(logits, masks)
     return Evaluation(
         logits=logits,

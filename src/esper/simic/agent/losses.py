@@ -81,15 +81,12 @@ class PPOConfig:
                 )
 
         weights, clip = self.head_entropy.values(), self.value_clip
+        count = "an integer from 1 to "
         entropy = CHOICE_ENTROPY if self.entropy_coef is None else self.entropy_coef
         for name, valid, rule in (
             ("learning_rate", 0.0 < self.learning_rate <= 1.0, "in (0, 1]"),
-            ("epochs", _is_count(self.epochs, 1_000), "an integer from 1 to 1000"),
-            (
-                "minibatches",
-                _is_count(self.minibatches, 65_536),
-                "an integer from 1 to 65536",
-            ),
+            ("epochs", _is_count(self.epochs, 1_000), count + "1000"),
+            ("minibatches", _is_count(self.minibatches, 65_536), count + "65536"),
             ("clip_range", self.clip_range > 0.0, "positive"),
             ("clip_mode", self.clip_mode in CLIP_MODES, f"one of {CLIP_MODES}"),
             ("target_kl", self.target_kl > 0.0, "positive"),
@@ -138,13 +135,7 @@ def ppo_terms(
 ) -> Terms:
     """Return the PPO loss on a minibatch and its diagnostics.
 
-    Args:
-        new: The stored actions under the current policy.
-        batch: The minibatch, with normalised advantages.
-        targets: Normalised returns.
-        old_values: Normalised values at collection, for value clipping.
-        config: Clip ranges and coefficients.
-        entropy_weights: Entropy coefficient of each head.
+    Advantages of the batch, `targets` (returns) and `old_values` are normalised.
     """
     valid = batch.valid_mask
     legal = batch.masks.sum(dim=-1)

@@ -26,6 +26,10 @@ from torch.nn.functional import silu
 from esper.contracts.errors import InvalidInputError
 from esper.scan import causal_conv, gated_scan
 
+Rows = Float[Tensor, "env time width"]
+Starts = Bool[Tensor, "env time"]
+State = Float[Tensor, "env layer state"]
+Outputs = tuple[Rows, State]
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
 LONGEST_CONV_SPAN: Final = 128.0  # the same for ConvMinGRU, whose taps see short spans
 TAPS: Final = 8  # inputs that a short convolution reads
@@ -48,12 +52,7 @@ class MinGRU(nn.Module):
                 linear.bias[:width] = -_log_spans(width, longest)
         self.gates = nn.ModuleList(gates)
 
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+    def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
         """Run over `inputs` from `state`."""
         last = []
         for layer, gates in enumerate(self.gates):
@@ -76,12 +75,7 @@ class ConvMinGRU(MinGRU):
         self.bias = nn.Parameter(torch.zeros(layers, width))
         nn.init.uniform_(self.taps, -(TAPS**-0.5), TAPS**-0.5)
 
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+    def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
         """Run over `inputs` from `state`."""
         last = []
         for layer, gates in enumerate(self.gates):
@@ -123,12 +117,7 @@ class Cells(nn.Module):
         controls = torch.tensor(clear_and_keep).repeat_interleave(width, 1).T
         self.register_buffer("controls", controls.contiguous(), persistent=False)
 
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+    def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
         """Run over `inputs` from `state`."""
         # Select, do not multiply: a stale state may hold anything.
         state = torch.where(episode_start[:, :1, None], 0.0, state)
@@ -151,9 +140,7 @@ class Cells(nn.Module):
             last.append(torch.cat((outputs[:, -1], *held[1:]), dim=-1))
         return inputs, torch.stack(last, dim=1)
 
-    def _places(
-        self, episode_start: Bool[Tensor, "env time"]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _places(self, episode_start: Starts) -> tuple[Tensor, Tensor | None]:
         """Where steps go in the longer rows, and the columns that select the others."""
         envs, time = episode_start.shape
         resets = episode_start[:, 1:].cumsum(1)
@@ -222,12 +209,7 @@ class NoMemory(nn.Module):
         super().__init__()
         self.state_shape = (1, 1)
 
-    def forward(
-        self,
-        inputs: Float[Tensor, "env time width"],
-        episode_start: Bool[Tensor, "env time"],
-        state: Float[Tensor, "env layer state"],
-    ) -> tuple[Float[Tensor, "env time width"], Float[Tensor, "env layer state"]]:
+    def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
         """Return the inputs."""
         return inputs, torch.zeros_like(state)
 

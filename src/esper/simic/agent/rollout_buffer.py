@@ -112,15 +112,11 @@ class SequenceBatch:
     def minibatches(
         self, count: int, generator: Generator
     ) -> Iterator["SequenceBatch"]:
-        """Split the environments at random into `count` parts of nearly equal size.
+        """Split the rows at random into at most `count` parts of nearly equal size.
 
         The order is drawn from `generator`, on the CPU, before this returns.
         """
-        if not 1 <= count <= self.num_envs:
-            raise InvalidInputError(
-                f"count must lie in 1..{self.num_envs}, the number of environments, "
-                f"got {count}."
-            )
+        count = min(count, self.num_envs)
         order = torch.randperm(self.num_envs, generator=generator)
         order = to_device(order, self.valid_mask.device)  # one copy for all parts
         return (self.select(part) for part in order.tensor_split(count))
@@ -502,7 +498,7 @@ class TamiyoRolloutBuffer:
             gae_time_major(*self._arrays, self.gamma, self.gae_lambda)
         else:
             views = [x.T if x.ndim == 2 else x for x in self._rollout]
-            results = gae(*views, gamma=self.gamma, lam=self.gae_lambda)
+            results = gae(Rollout(*views), self.gamma, self.gae_lambda)
             self.advantages.copy_(results[0])
             self.returns.copy_(results[1])
         self.is_computed = True

@@ -13,7 +13,7 @@ const LEARNING = [
   ["Return", "mean_return"], ["Score", "mean_score"], ["KL", "kl"], ["Clip fraction", "clip_fraction"],
   ["Explained variance", "explained_variance"], ["Value loss", "value_loss"], ["Gradient norm", "grad_norm"], ["Parameters added", "added"],
 ];
-let runs = [], stream = null, streamed = null, data = null, view = null, timer = null, loaded = 0, turn = 0;
+let runs = [], stream = null, streamed = null, data = null, view = null, timer = null, loaded = 0, turn = 0, kept = {};
 
 const given = () => new URLSearchParams(location.hash.slice(1));
 function link(changes) {
@@ -149,14 +149,16 @@ async function showComparison(run) {
   };
 }
 
-async function showOneOrAllHosts(run) {
+async function showOneOrAllHosts(run, fresh) {
   if (numbers("env") === null) {
     const hosts = await load(`/api/runs/${run.id}/hosts`);
     return () => showHosts(main, hosts, given().get("task"), link);
   }
   const query = new URLSearchParams({ task: given().get("task") ?? "", env: given().get("env") });
   if (given().has("episode")) query.set("episode", given().get("episode"));
-  const host = await load(`/api/runs/${run.id}/host?${query}`);
+  const path = `/api/runs/${run.id}/host?${query}`;
+  const host = fresh || kept.path !== path ? await load(path) : kept.host; // steps need no load
+  kept = { path, host };
   return () => showHost(main, host, numbers("step"), link);
 }
 
@@ -164,7 +166,7 @@ const SHOW = { runs: showRuns, learning: showLearning, hosts: showOneOrAllHosts,
 
 // ---- what is shown, and when ----
 
-async function show() {
+async function show(fresh) {
   const mine = ++turn, asked = given().get("view"), run = current();
   const next = VIEWS.includes(asked) ? asked : run ? "learning" : "runs";
   for (const each of document.querySelectorAll("nav a")) {
@@ -174,7 +176,7 @@ async function show() {
   if (run) picker.value = run.id;
   let fill;
   try {
-    fill = next === "runs" || run ? await SHOW[next](run) : () => main.append(el("p", { class: "unmeasured" }, "There are no runs in this folder."));
+    fill = next === "runs" || run ? await SHOW[next](run, fresh) : () => main.append(el("p", { class: "unmeasured" }, "There are no runs in this folder."));
   } catch (error) {
     fill = () => main.append(el("h1", {}, run ? cut(run.name) : "Esper"), el("p", { class: "broken", role: "alert" }, cut(error.message, 300)));
   }
@@ -196,7 +198,7 @@ async function show() {
 // Loads the view again, but not more often than EVERY.
 function reload() {
   if (timer) return;
-  timer = setTimeout(() => { timer = null; show(); }, Math.max(EVERY - (performance.now() - loaded), 0));
+  timer = setTimeout(() => { timer = null; show(true); }, Math.max(EVERY - (performance.now() - loaded), 0));
 }
 
 function listen(run) {
@@ -214,7 +216,7 @@ function listen(run) {
 
 function lost(trouble) {
   badge(status, "lost", trouble);
-  setTimeout(() => { if (stream?.readyState === EventSource.CLOSED) listRuns().then(show, () => lost("no connection; figures may be old")); }, 3000);
+  setTimeout(() => { if (stream?.readyState === EventSource.CLOSED) listRuns().then(() => show(true), () => lost("no connection; figures may be old")); }, 3000);
 }
 
 function take(message) {
@@ -249,8 +251,8 @@ function press(event) {
 }
 
 picker.addEventListener("change", () => { location.hash = link({ run: picker.value, env: null, episode: null, step: null, task: null }); });
-addEventListener("hashchange", show);
+addEventListener("hashchange", () => show(false));
 addEventListener("keydown", press);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 setInterval(() => listRuns().catch(() => {}), 3000);
-listRuns().then(show, (error) => { badge(status, "lost", error.message); });
+listRuns().then(() => show(true), (error) => { badge(status, "lost", error.message); });

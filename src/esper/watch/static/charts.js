@@ -119,7 +119,7 @@ export class Chart {
       legend: { show: false },
       scales: { x: { time: false } },
       cursor: { drag: { x: true, y: false } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => text(tick, 3)) },
+      axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((tick) => text(tick, 3)) },
         { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => text(tick, 3)) }],
       series: [{}, ...lines.map((line, at) => ({
         stroke: () => css(LINES[at % LINES.length]), width: 1.5, spanGaps: false,

@@ -6,12 +6,12 @@ const MOST = 48; // hosts of one task that are drawn
 const STAGES = ["TRAINING", "BLENDING", "HOLDING", "FOSSILIZED", "COOLING"];
 const stage = (name) => `stage-${STAGES.includes(name) ? name.toLowerCase() : "other"}`;
 
-function lane(spans, from, to, label) {
+function lane(spans, from, to, last, label) {
   const wide = Math.max(to - from + 1, 1);
   const at = (step) => 100 * Math.min(Math.max((step - from) / wide, 0), 1);
   return el("div", { class: "lane", role: "img", "aria-label": label },
     spans.map((span) => {
-      const end = span.end ?? to + 1;
+      const end = span.end === null || span.end >= last ? last + 1 : span.end;
       return el("i", { class: stage(span.stage), title: `${cut(span.blueprint ?? "?")} ${cut(span.stage)} from ${span.start}`,
         style: { left: `${at(span.start)}%`, width: `${Math.max(at(end) - at(span.start), 0.8)}%` } }, cut(span.blueprint ?? "?", 12));
     }));
@@ -20,8 +20,8 @@ function lane(spans, from, to, label) {
 function lanes(host, slots, to) {
   return slots.map((slot) => {
     const spans = host.lanes.filter((span) => span.slot === slot);
-    const last = spans.at(-1);
-    return lane(spans, host.began, to, `slot ${slot}: ${last ? `${cut(last.blueprint)} ${cut(last.stage)}` : "empty"}`);
+    const newest = spans.at(-1);
+    return lane(spans, host.began, to, host.step, `slot ${slot}: ${newest ? `${cut(newest.blueprint ?? "?")} ${cut(newest.stage)}` : "empty"}`);
   });
 }
 
@@ -39,7 +39,7 @@ export function showHosts(main, hosts, task, link) {
   const longest = Math.max(...own.map((host) => host.step - host.began), 1);
   main.append(
     el("h1", {}, "Hosts"),
-    el("p", { class: "quiet" }, `Newest episode of each host; one lane per slot, ${longest} decisions from left to right. `,
+    el("p", { class: "quiet" }, `Newest episode of each host; one lane per slot, ${longest + 1} decisions from left to right. `,
       own.length > MOST ? `The first ${MOST} of ${own.length} hosts.` : ""),
     tasks.length > 1 ? el("p", {}, ...tasks.map((name) => el("a", { class: "tab", href: link({ task: name, env: null }), "aria-current": name === shown && "true" }, cut(name)))) : "",
     key(),
@@ -120,7 +120,7 @@ export function showHost(main, host, given, link) {
   for (const name of ["score", "loss"])
     new Chart(charts, name[0].toUpperCase() + name.slice(1), "decision").update(ran.length ? [{ name, xs: ran, ys: host.steps[name] }] : []);
   const slots = [...new Set(host.lanes.map((span) => span.slot))].slice(0, 32);
-  main.append(key(), el("div", { class: "lanes" }, lanes({ ...host, began: steps[0] ?? 0 }, slots, steps.at(-1) ?? 1)));
+  main.append(key(), el("div", { class: "lanes" }, lanes({ ...host, began: steps[0] ?? 0, step: steps.at(-1) ?? 1 }, slots, steps.at(-1) ?? 1)));
   main.append(el("p", { class: "stepper" }, go("◀ earlier", at > 0 ? to(steps[at - 1]) : null, "earlier"),
     el("b", {}, ` decision ${text(step)} `), el("span", { class: "quiet" }, `${at + 1} of ${steps.length} `),
     go("later ▶", at + 1 < steps.length ? to(steps[at + 1]) : null, "later")));
@@ -138,10 +138,10 @@ function outcome(host, step, next) {
   const after = next === undefined ? -1 : host.steps.step?.indexOf(next) ?? -1;
   const of = (name, index) => (index < 0 ? null : host.steps[name][index]);
   const events = host.events.filter((row) => row.step === step);
+  if (at < 0 && !events.length) return el("p", {}, figure(null));
   return el("ul", {},
     el("li", {}, "reward ", figure(of("reward", at))),
-    el("li", {}, "score ", figure(of("score", at)), " → ", figure(of("score", after))),
-    el("li", {}, "loss ", figure(of("loss", at)), " → ", figure(of("loss", after))),
+    ["score", "loss"].map((name) => el("li", {}, `${name} `, figure(of(name, at)), next === undefined ? " before the last decision" : [" → ", figure(of(name, after))])),
     events.map((row) => {
       const later = host.events.find((each) => each.slot === row.slot && each.step > step && ["kept", "pruned"].includes(each.what));
       return el("li", {}, `slot ${row.slot}: ${cut(row.what)} ${cut(row.blueprint ?? "")}`,
