@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks import timing
 from benchmarks.timing import Report
+from esper.evaluation.statistics import mean_interval
 from esper.grower import Grower
 from esper.tasks.data import split
 from esper.tasks.datasets import letter, mnist5k
@@ -96,7 +97,7 @@ def problems(rng_seed: int) -> dict[str, Problem]:
     }
 
 
-def train(problem: Problem, by: int, seed: int, *, grows: bool) -> list[float]:
+def train(problem: Problem, by: int, seed: int, controller: str = "") -> list[float]:
     """Test score in percent, parameters and CPU-seconds of one training."""
     torch.manual_seed(seed)
     model = problem.make(by)
@@ -104,8 +105,10 @@ def train(problem: Problem, by: int, seed: int, *, grows: bool) -> list[float]:
     (x, y), epochs = problem.parts[0], 1 if timing.QUICK else EPOCHS
     began = process_time()
     grower = None
-    if grows:
-        grower = Grower(model, optimizer, example=x[:8], decisions=epochs)
+    if controller:
+        grower = Grower(
+            model, optimizer, example=x[:8], decisions=epochs, controller=controller
+        )
     for _ in range(epochs):
         for rows in torch.randperm(len(x)).split(BATCH):
             loss = problem.loss(model(x[rows]), y[rows])
@@ -120,29 +123,41 @@ def train(problem: Problem, by: int, seed: int, *, grows: bool) -> list[float]:
     return [100 * problem.score(grown, 2), size, took]
 
 
-def run(seeds: int = SEEDS) -> Report:
-    """Train all sides."""
+def run(seeds: int = SEEDS, controllers: str = "early") -> Report:
+    """Train all sides.
+
+    Args:
+        seeds: Random seeds of each side.
+        controllers: Of the `Grower`, with commas.
+    """
     report = Report(
         f"A Grower at its defaults and three static sizes, {EPOCHS} epochs",
         ("problem", "side", "score", "from", "to", "parameters", "CPU-s"),
     )
     seeds = 1 if timing.QUICK else seeds
     for name in problems(0):
-        sides = {f"static x{by}": (by, False) for by in WIDTHS} | {"grown": (1, True)}
-        means = {}
-        for side, (by, grows) in sides.items():
+        sides = {f"static x{by}": (by, "") for by in WIDTHS}
+        grown = {f"grown, {name}": (1, name) for name in controllers.split(",")}
+        means, scores = {}, {}
+        for side, (by, controller) in (sides | grown).items():
             found = np.array(
                 [
-                    train(problems(seed)[name], by, seed, grows=grows)
+                    train(problems(seed)[name], by, seed, controller)
                     for seed in range(seeds)
                 ]
             )
             score, size, took = means[side] = found.mean(axis=0)
+            scores[side] = found[:, 0]
             low, high = found[:, 0].min(), found[:, 0].max()
             report.add(
                 name, side, *map(float, (score, low, high)), int(size), float(took)
             )
-        best = max(means[side][0] for side in means if side != "grown")
-        gap = means["grown"][0] - best
-        report.notes.append(f"{name}: grown less the best static {gap:+.2f} points")
+        best = max(means[side][0] for side in sides)
+        for side in grown:
+            gap = means[side][0] - best
+            report.notes.append(f"{name}: {side}, less the best static {gap:+.2f}")
+        first, *others = grown
+        for side in others:
+            gain = mean_interval(scores[side] - scores[first])
+            report.notes.append(f"{name}: {side}, less {first} {gain:+.2f}")
     return report

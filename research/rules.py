@@ -4,8 +4,8 @@ Rent changes no network that grows by a timetable, so each is grown once and sco
 all rents; `by-rent` depends only on the size that it may add, its limit over the rent.
 All of them are tried on the same hosts, with common random numbers. Scores are the
 fraction of the never-grown host's errors that is removed on validation rows, net of
-rent, mean over tasks. `BY_RENT` of `esper.tamiyo.schedule` is what this command printed
-for 144 tasks.
+rent, mean over tasks. `UNKNOWN_END` of `esper.tamiyo.schedule` is what this command
+printed for 144 tasks.
 """
 
 from collections.abc import Mapping, Sequence

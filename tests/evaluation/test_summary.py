@@ -2,6 +2,7 @@
 
 import json
 from math import isnan, nan
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from esper.evaluation.summary import (
     summarise,
     validation_trend,
 )
+from esper.runs.records import iqm_return, mean_return
 from tests.references import statistics as reference
 
 RESAMPLES = 300
@@ -174,6 +176,18 @@ def test_the_last_judgement_counts_in_whatever_order_its_rows_come():
     assert (empty.tasks, empty.aggregate, empty.conclusions) == ((), None, ())
 
 
+def test_one_ruined_host_counts_as_one_host_in_the_mean():
+    returns = np.array([-40.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 3.0])
+    arms = {"never": (0 * returns, 0 * returns), "early": (returns, returns)}
+    (table,) = summarise(rows_of(arms, hosts=8), resamples=RESAMPLES).tasks
+    (arm,) = (arm for arm in table.arms if arm.name == "early")
+    assert arm.mean.estimate == pytest.approx((-1 + 6 * 0.1 + 1) / 8)
+    assert arm.returns.estimate == pytest.approx(0.1)
+    results = {name: SimpleNamespace(returns=own) for name, (own, _) in arms.items()}
+    assert mean_return(results) == pytest.approx(0.6 / 8 / 2)
+    assert iqm_return({"early": results["early"]}) == pytest.approx(0.1)
+
+
 def test_what_training_changed_is_told_of_the_last_round_not_the_best():
     def validation(round, more):
         arms = {"Tamiyo": (np.arange(10) / 10 + more, np.zeros(10))}
@@ -184,8 +198,9 @@ def test_what_training_changed_is_told_of_the_last_round_not_the_best():
     start, best, last = validation(0, 0.0), validation(20, 0.5), validation(40, 0.25)
     assert validation_trend(start) is None
     assert validation_trend([*last, *best, *start, *rows_of(round=40)]) == (
-        "On the validation hosts: +0.450 at round 0, +0.700 at round 40, by +0.250 "
-        "[+0.250, +0.250] (95 % over hosts)."
+        "On the validation hosts: +0.450 at round 0, +0.680 at round 40, by +0.230 "
+        "[+0.207, +0.247] (95 % over hosts). Interquartile means: +0.450 and "
+        "+0.700."
     )
 
 

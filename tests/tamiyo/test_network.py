@@ -12,9 +12,14 @@ from esper.contracts.actions import HEAD, HEAD_NAMES, ActionSpec
 from esper.contracts.blueprints import BLUEPRINTS
 from esper.contracts.errors import InvalidInputError, NoLegalActionError
 from esper.contracts.slots import SlotConfig
+from esper.contracts.state import load, save
 from esper.tamiyo.policy.action_masks import compute_masks
 from esper.tamiyo.policy.features import Features, compute_features
-from esper.tamiyo.policy.network import PolicyConfig, TamiyoPolicy
+from esper.tamiyo.policy.network import (
+    PolicyConfig,
+    TamiyoPolicy,
+    without_measurements,
+)
 from tests.rollouts import (
     SPEC,
     TINY,
@@ -113,6 +118,38 @@ def test_t20_asking_for_a_value_does_not_advance_memory():
     after = policy.act(features, masks, first, state, None).state
     assert not torch.equal(after, before)
     assert not torch.equal(policy.value(features, first, after), once)
+
+
+def test_columns_that_are_not_measured_become_biases():
+    wide = make_policy(replace(SPEC, measured=True), strength=2.0)
+    weights = save(wide)
+    narrow = TamiyoPolicy(SPEC, TINY)
+    load(narrow, without_measurements(weights))
+    observation, _, masks = seen()
+    ones = torch.ones_like(observation.slots.liveness)
+    slots = replace(
+        observation.slots,
+        liveness=ones,
+        gradient_share=ones,
+        contribution_measured=torch.zeros_like(ones, dtype=torch.bool),
+    )
+    unknown = torch.zeros_like(observation.offers.promise_known)
+    offers = replace(observation.offers, promise_known=unknown)
+    observation = replace(observation, slots=slots, offers=offers)
+    state = torch.zeros(ENVS, *wide.state_shape)
+    start = torch.ones(ENVS, dtype=torch.bool)
+    found, expected = (
+        policy.act(
+            compute_features(observation, policy.spec), masks, start, state, None
+        )
+            compute_features(observation, policy.spec), masks, start, state, None
+        )
+        for policy in (narrow, wide)
+    )
+    assert torch.equal(found.actions, expected.actions)
+    assert_close(found.distribution, expected.distribution, rtol=1e-5, atol=1e-5)
+    assert_close(found.values, expected.values, rtol=1e-5, atol=1e-5)
+    assert without_measurements(save(narrow)).keys() == weights.keys()
 
 
 def test_t15_later_heads_depend_on_the_choices_before():

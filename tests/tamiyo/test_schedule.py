@@ -16,8 +16,12 @@ from esper.contracts.stages import Stage
 from esper.tamiyo.schedule import (
     DOUBLING,
     EARLY,
+    ERROR,
+    GAINS,
     LARGE_THEN_CUT,
     LARGEST,
+    LEAST_ERROR,
+    NARROW,
     PERIODIC,
     Schedule,
     Scheduled,
@@ -208,24 +212,75 @@ def test_a_seed_of_which_nothing_was_measured_is_not_kept_for_good():
     assert decide(Scheduled(SPEC, EARLY), earns, SPEC)[0][0, 0] == Op.FOSSILIZE
 
 
-def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
-    wide, narrow, late = (
-        Schedule(blueprint="widen_x4", count=1),
-        Schedule(blueprint="widen_x1.5", count=1),
-        Schedule(count=1, start=3.0, scale="octaves"),
+def worth_of_widening(rent, units, score, cost, budget):
+    """The blueprint of the largest worth on a host of one layer, in plain Python."""
+    best, most = None, 0.0
+    for kind in SPEC.blueprints:
+        gain = GAINS[kind.name] / (1 + (units / NARROW) ** 2)
+        expected = ERROR[0] * max(1 - score, LEAST_ERROR) ** ERROR[1]
+        size = kind.share * cost
+        worth = gain - rent * size / expected
+        if size <= budget and worth > most:
+            best, most = kind.name, worth
+    return best
+
+
+def test_the_factor_is_worth_its_rent():
+    hosts = [
+        (rent, units, score, cost, budget)
+        for rent in (0.0, 0.002, 0.01, 0.04)
+        for units in (3.0, 8.0, 60.0)
+        for score in (0.3, 0.9, 1.0)
+        for cost, budget in ((0.9, 15.0), (0.4, 15.0), (0.9, 1.0))
+    ]
+    rent, units, score, cost, budget = torch.tensor(hosts).T
+    shares = torch.tensor([kind.share for kind in ONE_PLACE.blueprints])
+    seen = observed(
+        ONE_PLACE,
+        len(hosts),
+        host={"rent": rent, "score": score, "progress": 0.1, "budget_left": budget},
+        offers={"parameters": (cost[:, None] * shares)[:, None]},
+        units=units[:, None],
     )
-    plans = {True: {0.001: wide, 0.01: narrow}, False: {0.005: late}}
-    rents = [0.0, 0.001, 0.002, 0.02, 0.001, 0.02]
-    known = [True, True, True, True, False, False]
-    host = {"rent": rents, "end_known": known, "compute": 4.0}
-    actions, state = decide(
-        ScheduledByRent(SPEC, plans), observed(SPEC, 6, host=host), SPEC
-    )
-    planted = actions[:, HEAD["op"]] == Op.GERMINATE
-    assert planted.tolist() == [True, True, True, False, True, False]
-    names = [named(action) for action in actions[planted]]
-    assert names == ["widen_x4", "widen_x4", "widen_x1.5", "widen_x2"]
-    assert state.sum(dim=1).tolist() == planted.long().tolist()
+    actions, _ = decide(ScheduledByRent(ONE_PLACE), seen, ONE_PLACE)
+    found = [named(a, ONE_PLACE) if a[0] == Op.GERMINATE else None for a in actions]
+    assert found == [worth_of_widening(*host) for host in hosts]
+    assert len({*found}) >= 4
+
+
+def test_a_size_is_chosen_once_for_all_layers_after_two_decisions():
+    offers = {"parameters": torch.tensor([0.12, 0.25, 0.5, 1.5])}
+    more = {"offers": offers, "depth": TWO_PLACES, "units": 6.0}
+    episode = [
+        # By the last score alone, nothing would be worth its rent.
+        observed(SPEC, host={"progress": p, "score": s, "rent": 0.02}, **more)
+        for p, s in ((0.0, 0.3), (0.05, 0.3), (0.1, 0.3), (0.15, 1.0), (0.2, 1.0))
+    ]
+    taken = play(ScheduledByRent(SPEC), episode, SPEC)[:, 0]
+    planted = taken[:, 0] == Op.GERMINATE
+    assert planted.tolist() == [False, False, True, True, False]
+    assert [named(action) for action in taken[planted]] == ["widen_x2"] * 2
+    assert (taken[planted, HEAD["slot"]] % 2).tolist() == [0, 1]
+
+
+def test_weights_between_growing_layers_are_paid_for():
+    """Each layer alone costs 0.75, both together 1.5 + 0.5 (x2) or 4.5 + 4.5 (x4)."""
+    offers = {"parameters": 0.75 * torch.tensor([0.25, 0.5, 1.0, 3.0])}
+    for budget, name in ((9.1, "widen_x4"), (8.9, "widen_x2"), (2.1, "widen_x2")):
+        host = {"progress": 0.1, "score": 0.5, "budget_left": budget}
+        seen = observed(SPEC, host=host, offers=offers, depth=TWO_PLACES, units=6.0)
+        assert named(decide(ScheduledByRent(SPEC), seen, SPEC)[0][0]) == name
+
+
+def test_an_unknown_end_is_waited_for_up_to_a_rent():
+    host = {
+        "rent": [0.001, 0.02, 0.001],
+        "compute": [8.0, 8.0, 4.0],
+        "end_known": False,
+    }
+    actions, _ = decide(ScheduledByRent(SPEC), observed(SPEC, 3, host=host), SPEC)
+    assert (actions[:, 0] == Op.GERMINATE).tolist() == [True, False, False]
+    assert named(actions[0]) == "widen_x2"
 
 
 @pytest.mark.parametrize(
@@ -245,10 +300,6 @@ def test_the_rent_and_whether_the_end_is_known_choose_the_schedule():
         (
             lambda: decide(Scheduled(SPEC, [EARLY] * 2), at(0.0, 3), SPEC),
             "schedules for 2 environments, got 3",
-        ),
-        (
-            lambda: ScheduledByRent(SPEC, {True: {2.0: EARLY, 1.0: EARLY}, False: {}}),
-            "rents must ascend, got",
         ),
     ],
 )

@@ -61,8 +61,8 @@ def test_details_are_shown_to_who_asks_for_them():
 def test_relative_returns_are_called_what_they_are():
     text = printed(terminal=False, relative=True)
     for words in (
-        "validation hosts: +50.0% of the errors removed, net of rent",
-        "round 1/10  +10.0% of the errors removed, net of rent",
+        "validation hosts: +50.0% (IQM +50.0%) of the errors removed, net of rent",
+        "round 1/10  +10.0% (IQM +nan%) of the errors removed, net of rent",
     ):
         assert words in text, words
 

@@ -37,6 +37,8 @@ from esper.runs.records import (
     TEST,
     VALIDATION,
     Floats,
+    bounded,
+    interquartile_mean,
     is_learned,
     reference_of,
 )
@@ -51,7 +53,8 @@ FEW_ROUNDS: Final = 8
 WIDTH: Final = 150
 """Columns of a table outside of a terminal."""
 LEGEND: Final = (
-    "Interquartile means over hosts [95 % interval]; mean: over all hosts; p: paired "
+    "Interquartile means over hosts [95 % interval]; mean: over all hosts, "
+    "of returns bounded to [-1, 1]; p: paired "
     "Wilcoxon, Holm-corrected per column; P: fraction of hosts with a higher return "
     "than never, ties count half; parameters and MACs (multiply-adds per row) as "
     "multiples of the host's; area: mean score over the decisions."
@@ -74,7 +77,7 @@ class ArmSummary:
     returns: Interval
     """See `EvalResult.returns`."""
     mean: Interval
-    """Plain mean of the returns, which includes outliers."""
+    """Mean of the returns bounded to [-1, 1], which includes all hosts."""
     test: Interval
     """Accuracy on the test split."""
     area: Interval
@@ -229,17 +232,20 @@ def validation_trend(evaluations: Iterable[Row]) -> str | None:
         return None
     start, end = min(found), max(found)
     by_task: dict[str, list[float]] = {}
+    returns = {round: np.array([*found[round].values()]) for round in (start, end)}
     for task, host in found[end].keys() & found[start].keys():
-        change = found[end][task, host] - found[start][task, host]
-        by_task.setdefault(task, []).append(change)
+        pair = np.array([found[end][task, host], found[start][task, host]])
+        by_task.setdefault(task, []).append(-float(np.diff(bounded(pair))[0]))
     total = mean_interval([np.sort(own) for own in by_task.values()])
-    means = [np.mean([*found[round].values()]) for round in (start, end)]
+    means = [bounded(own).mean() for own in returns.values()]
+    iqms = [f"{interquartile_mean(own):+.3f}" for own in returns.values()]
     by = f"{total.estimate:+.3f}"
     if not np.isnan(total.low):  # one host has no interval
         by = f"{total:+.3f} (95 % over hosts)"
     return (
         f"On the validation hosts: {means[0]:+.3f} at round {start}, "
-        f"{means[1]:+.3f} at round {end}, by {by}."
+        f"{means[1]:+.3f} at round {end}, by {by}. Interquartile means: "
+        f"{iqms[0]} and {iqms[1]}."
     )
 
 
@@ -293,7 +299,9 @@ def _table(
             ArmSummary(
                 name=name,
                 returns=spread["return"],
-                mean=mean_interval(scores["return"][name], resamples=resamples),
+                mean=mean_interval(
+                    bounded(scores["return"][name]), resamples=resamples
+                ),
                 test=spread["test"],
                 area=spread["area"],
                 parameters=1.0 + _mean(rows, "added"),

@@ -55,7 +55,10 @@ class RoundRecord:
     episodes: int = 0
     """Episodes that ended in this rollout."""
     mean_return: float
-    """Mean return of the episodes that ended in this rollout; NaN if none did."""
+    """Mean return of the episodes that ended in this rollout; NaN if none did. In
+    relative worlds each counts as at least -1 and at most 1."""
+    iqm_return: float = nan
+    """Interquartile mean of the same returns."""
     mean_length: float = nan
     """Their mean length in steps."""
     recent_return: float = nan
@@ -79,7 +82,8 @@ class RoundRecord:
         """The round in one line; `relative` if returns are fractions of errors."""
         parts = [f"return {self.mean_return:+.4f}"]
         if relative:
-            parts = [f"{self.mean_return:+.1%} of the errors removed, net of rent"]
+            both = f"{self.mean_return:+.1%} (IQM {self.iqm_return:+.1%})"
+            parts = [f"{both} of the errors removed, net of rent"]
         if self.mean_score is not None and self.added is not None:
             size = f"{1 + self.added:.2f} times as large"
             parts += [f"score {self.mean_score:.3f}", size]
@@ -149,7 +153,24 @@ Results = Mapping[str, EvalResult]
 """Results of the policy by task."""
 
 
+def bounded(returns: Floats) -> Floats:
+    """Returns within [-1, 1]: what a user gains, with one ruined host as one host."""
+    return np.clip(returns, -1.0, 1.0)
+
+
+def interquartile_mean(figures: Floats) -> float:
+    """Mean without the lowest and the highest quarter; NaN without figures."""
+    cut = len(figures) // 4
+    kept = np.sort(figures)[cut : len(figures) - cut]
+    return float(kept.mean()) if len(kept) else nan
+
+
 def mean_return(results: Results) -> float:
-    """Mean return over tasks, with equal weights."""
-    means = [float(result.returns.mean()) for result in results.values()]
+    """Mean of bounded returns, over tasks with equal weights."""
+    means = [float(bounded(result.returns).mean()) for result in results.values()]
     return sum(means) / len(means)
+
+
+def iqm_return(results: Results) -> float:
+    """Interquartile mean of the returns of all hosts."""
+    return interquartile_mean(np.concatenate([r.returns for r in results.values()]))

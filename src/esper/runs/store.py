@@ -60,7 +60,9 @@ Column = Tensor | NDArray[Any] | Sequence[Any] | str | float | int | None
 Row = tuple[Any, ...]
 
 
-UNSTORED: Final = ("episodes", "mean_length", "recent_return", "recent_length")
+UNSTORED: Final = (
+    *("episodes", "mean_length", "recent_return", "recent_length", "iqm_return"),
+)
 """Figures of a round that follow from the table of episodes."""
 
 

@@ -31,6 +31,8 @@ from esper.tamiyo.rule_based import (
 LARGEST: Final = "largest"
 """Blueprint name for the largest widening that can be planted."""
 TIME_SCALES: Final = ("share", "octaves")
+LEAST_ERROR: Final = 0.02
+"""Smaller errors count as this."""
 _ROUNDING: Final = 1e-5  # 0.7 < 7 * 0.1; decisions are further apart than this
 
 
@@ -80,16 +82,24 @@ LARGE_THEN_CUT: Final = Schedule(
     blueprint="widen_x4", count=2, every=0.0, cut=0.5, keep=1
 )
 """Widens at the start and removes a part at half of the horizon."""
-BY_RENT: Final[Mapping[bool, Mapping[float, Schedule]]] = {
-    True: {
-        0.0014: Schedule(count=2, every=0.0),
-        0.0113: Schedule(count=1),
-        0.0226: Schedule(blueprint="widen_x1.5", count=1),
-    },
-    False: {0.0113: Schedule(count=1, start=7.0, scale="octaves")},
+UNKNOWN_END: Final = Schedule(count=1, start=7.0, scale="octaves")
+"""Best schedule on generated tasks if the end is unknown (`python -m research rules`),
+up to the rent `UNKNOWN_END_RENT`. Above it nothing grows."""
+UNKNOWN_END_RENT: Final = 0.0113
+GAINS: Final[Mapping[str, float]] = {
+    "widen_x1.25": 0.10,
+    "widen_x1.5": 0.14,
+    "widen_x2": 0.21,
+    "widen_x4": 0.29,
 }
-"""Best schedules on generated tasks (`python -m benchmarks rules`): by whether the end
-is known, then by the largest rent at which each is used. Above it nothing grows."""
+"""Share of the errors that widening every narrow layer removes; with `NARROW` and
+`ERROR` from `python -m research controller_trial`."""
+NARROW: Final = 12.0
+"""Units at which half of these gains is left."""
+ERROR: Final = (0.49, 1.06)
+"""Factor and exponent: the error at the end, expected from that at `CHOICE_TIME`."""
+CHOICE_TIME: Final = 0.06
+"""Share of the horizon after which a size is chosen: decision 2 of 20 to 33."""
 
 
 class Scheduled(SizePreference):
@@ -139,8 +149,18 @@ class Scheduled(SizePreference):
         generator: Generator,
     ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
         """Plant what is due; the state counts seeds planted at every place."""
+        return self._follow(self._plan(observation), observation, masks, state)
+
+    def _follow(
+        self,
+        plan: Int64[Tensor, " env"],
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+    ) -> tuple[Int64[Tensor, "env head"], Int64[Tensor, "env slot"]]:
+        """Return the actions of the plans, and the seeds planted at every place."""
         planted, place = planted_at_places(state, observation)
-        plan, now = self._plan_and_time(observation)
+        now = self._time(plan, observation)
         wanted = self._flags[plan][:, None, 1:]  # [env, 1, blueprint]
         count, keep = self._whole[plan].unbind(1)
         start, every, until, cut = self._real[plan].unbind(1)
@@ -165,7 +185,8 @@ class Scheduled(SizePreference):
 
     def keeps(self, observation: Observation) -> Bool[Tensor, " env"]:
         """Return where holding seeds will not be pruned any more."""
-        plan, now = self._plan_and_time(observation)
+        plan = self._plan(observation)
+        now = self._time(plan, observation)
         keep, cut = self._whole[plan, 1], self._real[plan, 3]
         stage = observation.slots.stage
         living = (stage != Stage.DORMANT) & (stage != Stage.COOLING)
@@ -173,16 +194,16 @@ class Scheduled(SizePreference):
         is_cut = living.sum(dim=1) <= keep * (place.amax(dim=1) + 1)
         return (cut == inf) | ((now >= cut) & is_cut)
 
-    def _plan_and_time(
-        self, observation: Observation
-    ) -> tuple[Int64[Tensor, " env"], Float[Tensor, " env"]]:
-        """Return the index of the schedule and the time on its scale."""
-        plan, host = self._plan(observation), observation.host
+    def _time(
+        self, plan: Int64[Tensor, " env"], observation: Observation
+    ) -> Float[Tensor, " env"]:
+        """Return the time on the scale of each plan."""
+        host = observation.host
         self._flags, self._whole, self._real = (
             table.to(plan.device) for table in (self._flags, self._whole, self._real)
         )
         octaves = self._flags[plan, 0]
-        return plan, torch.where(octaves, host.compute, host.progress) + _ROUNDING
+        return torch.where(octaves, host.compute, host.progress) + _ROUNDING
 
     def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
         """Return the index of the schedule of each environment."""
@@ -197,41 +218,79 @@ class Scheduled(SizePreference):
 
 
 class ScheduledByRent(Scheduled):
-    """Follows a schedule chosen by the rent of each environment.
+    r"""Widens every layer once, by the factor that is worth its rent.
+
+        worth = gain * narrow^2 / (narrow^2 + units^2) - rent * size / expected error
+
+    is the share of the errors that growth removes, less its rent. The factor is chosen
+    at `CHOICE_TIME`; the error expected at the end follows from the error then. If the
+    end is unknown, it follows `UNKNOWN_END`.
 
     Args:
         spec: The action space.
-        plans: By whether the end is known: schedules by the largest rent at which each
-            is used, ascending. Nothing is planted above the last rent.
     """
 
-    def __init__(
-        self,
-        spec: ActionSpec,
-        plans: Mapping[bool, Mapping[float, Schedule]] = BY_RENT,
-    ) -> None:
-        known, unknown = plans[True], plans[False]
-        for limits in ([*known], [*unknown]):
-            if limits != sorted(limits):
-                raise InvalidInputError(f"rents must ascend, got {limits}.")
+    def __init__(self, spec: ActionSpec) -> None:
+        offered = {known.name: known.share for known in spec.blueprints}
+        # Without a known widening, the largest one counts as the largest of them.
+        names = [name for name in GAINS if name in offered] or [LARGEST]
+        growths = [Schedule(blueprint=name, count=1) for name in names]
         nothing = Schedule(blueprint=LARGEST, count=0)
-        given = [*known.values(), nothing, *unknown.values(), nothing]
-        super().__init__(spec, [playable(spec, plan) for plan in given])
-        self.needs_end = False  # it has schedules for an unknown end
-        self._known, self._unknown = (
-            torch.tensor([*limits], dtype=torch.float32) for limits in (known, unknown)
-        )
+        super().__init__(spec, [nothing, *growths, playable(spec, UNKNOWN_END)])
+        self.needs_end = False  # it has a schedule for an unknown end
+        gains = [GAINS.get(name, max(GAINS.values())) for name in names]
+        shares = [offered.get(name, 0.0) for name in names]
+        self._prices = torch.tensor([gains, shares])  # [2, plan]
 
-    def _plan(self, observation: Observation) -> Int64[Tensor, " env"]:
-        rent = observation.host.rent.float()
-        self._known, self._unknown = (
-            limits.to(rent.device) for limits in (self._known, self._unknown)
+    def decide(
+        self,
+        observation: Observation,
+        masks: ActionMasks,
+        state: ControllerState,
+        generator: Generator,
+    ) -> tuple[Int64[Tensor, "env head"], ControllerState]:
+        """Plant what is due; the state also holds the plans, -1 before the choice."""
+        start, host = observation.episode_start, observation.host
+        planted, plan = state if isinstance(state, tuple) else (None, start.long() - 1)
+        plan = torch.where(start, -1, plan)
+        due = (plan < 0) & (host.progress >= CHOICE_TIME)
+        plan = torch.where(due, self._best(observation), plan)
+        late = torch.where(host.rent <= UNKNOWN_END_RENT, self._count - 1, 0)
+        plan = torch.where(host.end_known, plan, late)
+        actions, planted = self._follow(plan.clamp(min=0), observation, masks, planted)
+        return actions, (planted, plan)
+
+    def keeps(self, observation: Observation) -> Bool[Tensor, " env"]:
+        """Return True everywhere: nothing is pruned."""
+        return torch.ones_like(observation.episode_start)
+
+    def _best(self, observation: Observation) -> Int64[Tensor, " env"]:
+        """Return the plan of the largest worth; 0 if growing is not worth its rent."""
+        host, slots, offers = observation.host, observation.slots, observation.offers
+        self._prices = self._prices.to(host.rent.device)
+        (gains, shares), wanted = (
+            self._prices,
+            self._flags[1:-1, 1:].to(host.rent.device),
         )
-        return torch.where(
-            observation.host.end_known,
-            torch.searchsorted(self._known, rent),
-            1 + len(self._known) + torch.searchsorted(self._unknown, rent),
-        )
+        _, place = planted_at_places(None, observation)
+        first = torch.arange(place.shape[1], device=place.device) == place
+        fits = offers.fits & first[:, :, None]
+        costs = torch.where(fits, offers.parameters, 0.0).sum(dim=1)  # [env, blueprint]
+        there = wanted & fits.any(dim=1)[:, None]  # [env, plan, blueprint]
+        added = torch.where(there, costs[:, None], torch.inf).amin(dim=2)
+        # Weights between two layers that both grow are counted once as inputs and once
+        # as outputs; the sum of all layers exceeds the host by them.
+        between = (added - shares).clamp(min=0.0)
+        added = added + torch.where(shares > 0.0, between * shares, 0.0)
+        possible = (added <= host.budget_left[:, None]) & (added < torch.inf)
+        units = torch.where(slots.units > 0.0, slots.units, torch.inf).amin(dim=1)
+        units = torch.where(units < torch.inf, units, 0.0)
+        gain = gains * (NARROW**2 / (NARROW**2 + units**2))[:, None]
+        factor, exponent = ERROR
+        expected = factor * (1.0 - host.score).clamp(min=LEAST_ERROR) ** exponent
+        worth = gain - host.rent[:, None] * added / expected[:, None]
+        value, best = torch.where(possible, worth, -torch.inf).max(dim=1)
+        return torch.where(value > 0.0, best + 1, 0)
 
 
 def playable(spec: ActionSpec, schedule: Schedule) -> Schedule:

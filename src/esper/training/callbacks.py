@@ -18,7 +18,14 @@ from esper.contracts.errors import StorageError
 from esper.contracts.state import save
 from esper.runs.checkpoint import CheckpointFolder
 from esper.runs.progress import Progress, duration, print_line, sparkline
-from esper.runs.records import ENDLESS, VALIDATION, Results, RoundRecord, mean_return
+from esper.runs.records import (
+    ENDLESS,
+    VALIDATION,
+    Results,
+    RoundRecord,
+    iqm_return,
+    mean_return,
+)
 from esper.runs.settings import as_flat
 from esper.runs.sinks import RunInfo, Sinks, SupportsLog
 from esper.runs.store import Store
@@ -26,6 +33,7 @@ from esper.simic.agent.metrics import HeadRecord, UpdateRecord
 from esper.tamiyo.policy.network import TamiyoPolicy
 from esper.training.loop import (
     EVALUATION,
+    EVALUATION_IQM,
     PATIENCE,
     Callback,
     TrainingLoop,
@@ -108,8 +116,9 @@ class Log(Callback):
         self._more |= metrics
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
-        """Keep the mean return for the end of the round."""
+        """Keep mean and interquartile mean for the end of the round."""
         self._more[EVALUATION] = mean_return(results)
+        self._more[EVALUATION_IQM] = iqm_return(results)
 
     def on_round_end(self, loop: TrainingLoop, record: RoundRecord) -> None:
         """Write the metrics of the round."""
@@ -150,10 +159,10 @@ class ConsoleProgress(Callback):
 
     def on_evaluation(self, loop: TrainingLoop, results: Results) -> None:
         """Print the results."""
-        mean = mean_return(results)
-        figure = f"return {mean:+.4f}"
+        mean, iqm = mean_return(results), iqm_return(results)
+        figure = f"return {mean:+.4f} (IQM {iqm:+.4f})"
         if loop.algorithm.relative:
-            figure = f"{mean:+.1%} of the errors removed, net of rent"
+            figure = f"{mean:+.1%} (IQM {iqm:+.1%}) of the errors removed, net of rent"
         self.on_message(f"round {loop.round}  validation hosts: {figure}")
         if self._details:
             parts = [

@@ -20,7 +20,13 @@ from torch import Tensor
 from esper.contracts.errors import InvalidInputError, NotFiniteError
 from esper.contracts.messages import quoted
 from esper.contracts.state import Stateful, leaves
-from esper.runs.records import Results, RoundRecord
+from esper.runs.records import (
+    Floats,
+    Results,
+    RoundRecord,
+    bounded,
+    interquartile_mean,
+)
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.rollout import EpisodeStats, concat
@@ -31,6 +37,7 @@ OVERFLOW: Final = 1e30
 """A number of this size counts as infinite: its square is."""
 BROKEN: Final = f"{PATIENCE} rounds in a row had no finite update"
 EVALUATION: Final = "evaluation/mean_return"
+EVALUATION_IQM: Final = "evaluation/iqm_return"
 """Name of the metric of evaluations."""
 WINDOW: Final = 100
 """Episodes in the running mean of returns."""
@@ -285,6 +292,8 @@ class TrainingLoop(Stateful):
         self.seconds += time.monotonic() - began
         stats = concat([part.stats for part in rollout])
         ended = stats.returns.tolist(), stats.lengths.tolist()
+        returns = np.array(ended[0])
+        relative = self.algorithm.relative
         self._recent.extend(zip(*ended, strict=True))
         return RoundRecord(
             round=self.round,
@@ -292,7 +301,8 @@ class TrainingLoop(Stateful):
             env_steps=self.env_steps,
             seconds=self.seconds,
             episodes=len(ended[0]),
-            mean_return=_mean(ended[0]),
+            mean_return=_mean(bounded(returns) if relative else returns),
+            iqm_return=interquartile_mean(returns),
             mean_length=_mean(ended[1]),
             recent_return=_mean([total for total, _ in self._recent]),
             recent_length=_mean([length for _, length in self._recent]),
@@ -324,5 +334,5 @@ class TrainingLoop(Stateful):
         self.algorithm.change_streams(rollbacks)
 
 
-def _mean(figures: Sequence[float]) -> float:
-    return float(np.mean(figures)) if figures else float("nan")
+def _mean(figures: Sequence[float] | Floats) -> float:
+    return float(np.mean(figures)) if len(figures) else float("nan")
