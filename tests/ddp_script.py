@@ -46,7 +46,7 @@ def train(rank: int, ranks: int, batches: int, folder: Path | None = None) -> di
     grower = Grower(
         wrapped, optimizer, slots, example=data(4)[0], controller="random",
         decisions=batches // PER_DECISION, tick=3, seeds_per_slot=2,
-        logger=folder and [folder / "run", f"csv:{folder}/rank{rank}"],
+        logger=folder and folder / f"run{rank}",
     )  # fmt: skip
     seen: dict = {"hashes": [], "actions": [], "losses": []}
     for batch in range(batches):

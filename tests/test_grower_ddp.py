@@ -57,10 +57,10 @@ def test_all_ranks_grow_the_network_that_one_process_grows(ranks, batches, tmp_p
         torch.testing.assert_close(
             weight, alone["weights"][name], rtol=1e-9, atol=1e-9, msg=name
         )
-    with closing(open_store(tmp_path / "run" / STORE)) as db:
+    with closing(open_store(tmp_path / "run0" / STORE)) as db:
         query = "SELECT count(*), count(DISTINCT attempt) FROM live_decisions"
         assert db.execute(query).fetchone() == (batches // PER_DECISION, 1)
-    assert [path.name for path in tmp_path.glob("rank*")] == ["rank0"]
+    assert [path.name for path in tmp_path.glob("run*")] == ["run0"]
     unwrapped, different, sharded, parallel, logged = first["refused"]
     assert "has another training, of kind 'evaluation'" in logged
     for other in others:

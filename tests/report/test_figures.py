@@ -18,7 +18,7 @@ from esper.growth.history import GrowthDecision, changed_widths, layer_widths
 from esper.report.figures import MAX_POINTS, MISSING, growth_figure, growth_table
 from esper.rl.curve import SIZE, LearningCurve
 from esper.simic.agent.metrics import HeadRecord, UpdateRecord
-from tests.growth.hosts import make_batch
+from tests.growth.hosts import make_batch, make_host
 from tests.resume_script import SLOTS, Training
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
@@ -99,11 +99,19 @@ def test_a_saved_and_resumed_grower_has_the_figure_of_the_whole_run():
 def test_a_grower_that_takes_over_says_that_its_history_is_shorter():
     training = Training("never")
     training.run(26)
-    x = make_batch("vector", 4)[0]
-    optimizer = torch.optim.SGD(training.host.parameters(), 0.1)
+
+    def grower_of(host):
+        optimizer = torch.optim.SGD(host.parameters(), 0.1)
+        x = make_batch("vector", 4)[0]
+        return Grower(host, optimizer, SLOTS, example=x, seeds_per_slot=2)
+
     with pytest.warns(match="taken over"):
-        grower = Grower(training.host, optimizer, SLOTS, example=x, seeds_per_slot=2)
+        grower = grower_of(training.host)
     assert grower.plot().get_supxlabel() == MISSING
+    resumed = grower_of(make_host("vector"))
+    assert resumed.plot().get_supxlabel() == ""
+    resumed.load_state_dict(grower.state_dict())
+    assert resumed.plot().get_supxlabel() == MISSING
     assert trained().grower.plot().get_supxlabel() == ""
 
 

@@ -251,3 +251,4 @@ def test_hostile_text_stays_text(columns, colours, tmp_path):
     assert f"▲ gap: {SHOWN}" in plain
     assert f"kept {SHOWN}" in plain
     assert max(map(cell_len, plain.splitlines())) <= columns
+    assert len([line for line in plain.splitlines() if "xxx" in line]) == 1
