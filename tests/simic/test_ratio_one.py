@@ -102,7 +102,7 @@ def test_masks_of_every_density_and_rows_and_episodes_of_every_length(
 @pytest.mark.parametrize("memory", ["mingru", "lstm"])
 def test_t15_strong_weights_so_that_every_choice_hangs_on_those_before(memory):
     """Rounding grows with the logits, so does the tolerance; a wrong op shows."""
-    policy = make_policy(config=replace(TINY, memory=memory), strength=20.0)
+    policy = make_policy(config=replace(TINY, memory=memory), strength=60.0)
     with torch.no_grad():
         policy.op_embedding.weight.mul_(5.0)
     buffer = make_buffer(policy, 6, 24)

@@ -73,7 +73,7 @@ Position = tuple[int, int]
 """Attempt and seq of a row."""
 
 
-class Guard:
+class RequestGuard:
     """Refuses all but GET requests of this page itself, and adds `HEADERS`."""
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
@@ -306,7 +306,7 @@ def app(root: Path, hosts: Iterable[str], run: str | None = None) -> ASGIApp:
     handlers: Any = {EsperError: _refused, OSError: _refused}
     made = Starlette(routes=routes, exception_handlers=handlers)
     made.router.redirect_slashes = False
-    return Guard(made, hosts)
+    return RequestGuard(made, hosts)
 
 
 async def _updates(runs: Runs, id: str, seen: Position) -> AsyncIterator[str]:

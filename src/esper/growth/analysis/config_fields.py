@@ -252,7 +252,8 @@ def _changed(model: nn.Module, config: Any, field: str) -> list[Axis]:  # noqa: 
     before, after = (built_shapes(model, one) for one in (config, probe))
     return [
         (name, axis)
-        for name in before.keys() & after.keys()
+        for name in before
+        if name in after
         for axis, size in enumerate(before[name])
         if size != after[name][axis]
     ]
