@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,6 +165,12 @@ def test_a_state_that_is_loaded_in_the_same_process_starts_another_attempt(tmp_p
     with closing(open_store(tmp_path / "run" / STORE)) as db:
         counts = db.execute(query).fetchall()
     assert [rows == last for _, rows, last in counts] == [True, True]
+    assert Run.list(tmp_path)[0].state == "finished"
+    again = Training("never", tmp_path / "run")
+    again.load_state_dict(state)
+    again.run(8)
+    again.grower.close(finished=False)
+    assert Run.list(tmp_path)[0].state == "stopped"
 
 
 def short(logger, batches=2, **options):
@@ -187,7 +194,7 @@ def test_folders_of_other_trainings_are_refused_in_one_line(tmp_path):
     Run.create(tmp_path, "other", "", {"kind": "evaluation"}).close()
     (tmp_path / "file").write_text("")
     for logger, kind, why in (
-        (tmp_path / "run", RunLockedError, "run is in use by process"),
+        (tmp_path / "run", RunLockedError, r"in use .* this one\. Use grower\.close"),
         (tmp_path / "other", RunLockedError, "has another training, of kind 'evalu"),
         (tmp_path / "file", RunLockedError, "exists; choose another name"),
         ("tensorbord", InvalidInputError, "did you mean 'tensorboard'"),
@@ -231,16 +238,15 @@ def test_a_logger_that_fails_is_left_out_with_a_warning(tmp_path):
 
 
 def test_a_run_without_close_is_complete_after_all_planned_decisions(tmp_path):
-    code = (
-        "from pathlib import Path; from tests.test_grower_log import short; "
-        f"kept = short(Path({str(tmp_path)!r}) / 'run', decisions=1)"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    code = "from tests.test_grower_log import short; kept = short('~/run', decisions=1)"
+    home = {**os.environ, "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=home)
     (run,) = Run.list(tmp_path)
     assert run.state == "finished"
     assert len(read(tmp_path / "run")["decisions"]) == 1
-    page = write_report(tmp_path / "run")
-    assert "Vector" in page.read_text() or page.stat().st_size
+    assert read(tmp_path / "run")["steps"][0]["loss"] == "None"  # not measured
+    with pytest.raises(InvalidInputError, match="Use esper watch, or call"):
+        write_report(tmp_path / "run")
 
 
 def test_fit_writes_a_run_which_is_free_again_after_an_error(tmp_path):

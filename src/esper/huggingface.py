@@ -55,7 +55,7 @@ try:
     from transformers.utils.logging import get_logger
 except ImportError as error:  # pragma: no cover
     raise InvalidInputError(
-        "esper.huggingface needs transformers: pip install 'esper-lite[huggingface]'."
+        "esper.huggingface needs transformers: pip install '.[huggingface]'."
     ) from error
 
 STATE_FILE: Final = "esper.pt"

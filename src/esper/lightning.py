@@ -30,7 +30,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:  # pragma: no cover
     raise InvalidInputError(
-        "esper.lightning needs Lightning: pip install 'esper-lite[lightning]'."
+        "esper.lightning needs Lightning: pip install '.[lightning]'."
     ) from error
 
 SAVED_BY_LIGHTNING = ("model", "optimizer")

@@ -37,7 +37,7 @@ try:
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:  # pragma: no cover
     raise InvalidInputError(
-        "esper.sklearn needs scikit-learn: pip install 'esper-lite[sklearn]'."
+        "esper.sklearn needs scikit-learn: pip install '.[sklearn]'."
     ) from error
 
 Floats = NDArray[np.float64]

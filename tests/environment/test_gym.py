@@ -419,8 +419,7 @@ def test_gymnasium_is_asked_for_only_by_its_own_module():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert ran.stdout == (
-        "esper/Grow-v0 needs gymnasium, which is not installed; "
-        "pip install esper-lite[rl]\n"
+        "esper/Grow-v0 needs gymnasium, which is not installed; pip install '.[rl]'\n"
     )
 
 

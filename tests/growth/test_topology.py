@@ -49,18 +49,20 @@ def test_the_summary_lists_changes_reasons_and_incidents():
     model.plant("second#0", "residual_mlp")
     waits = [
         decision(step, grew=False, receipts=(), why_not="no slot is free", metric=0.9)
-        for step in (1, 2)
+        for step in (2, 3)
     ]
-    page = summary(model, [decision(), *waits], ["a note"])
+    moved = decision(1, action="wait", receipts=())
+    page = summary(model, [decision(), moved, *waits], ["a note"])
     for part in (
-        "3 decisions; parameters 353 -> ",
+        "4 decisions; parameters 353 -> ",
         "metric 0.5 at first, 0.9 at last",
         "second#0",
         "TRAINING",
         "residual_mlp",
-        "GERMINATE a->b#0 widen_8\n",
+        "   0  planted widen_8 at a->b\n",
+        "   1  second->last is training\n",
         "2 x  no slot is free",
-        "what was refused (3 batches in all",
+        "what was refused (4 batches in all",
         "refused: the loss is not finite (nan)",
         "note: a note",
     ):

@@ -155,8 +155,9 @@ def test_what_a_table_shows_is_escaped_and_little():
 def test_the_summary_names_layers_with_both_widths_and_no_change_of_zero():
     page = trained().grower.summary()
     assert re.search(r"^  first +12 -> 18 units$", page, flags=re.MULTILINE)
-    assert "GERMINATE first->second#0 widen_x1.5\n" in page
-    assert "output changed by 0\n" not in page
+    assert "  planted widen_x1.5 at first->second\n" in page
+    assert "changed the output by 0\n" not in page
+    assert not re.search("GERMINATE|FOSSILIZE |AT_ONCE", page)
 
 
 class Recorded:

@@ -379,7 +379,7 @@ def test_without_gymnasium_one_line_says_what_to_install():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert done.stderr.splitlines()[-1].endswith("pip install 'esper-lite[rl]'.")
+    assert done.stderr.splitlines()[-1].endswith("pip install '.[rl]'.")
 
 
 def test_memory_is_carried_by_predict_and_dropped_where_an_episode_starts():
@@ -820,6 +820,13 @@ def test_callbacks_stop_learning_and_a_run_folder_has_rows_and_the_agent(tmp_pat
     with pytest.raises(RunLockedError, match="has another training"):
         PPO("CartPole-v1", num_envs=2, **SMALL).learn(24, logger=run)
     assert (run / "progress.csv").read_text().splitlines() == lines
+
+    def fail(record):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        agent.learn(24, callback=fail, logger=run)
+    assert Run.list(tmp_path)[0].state == "stopped"
 
 
 def test_a_further_call_of_learn_does_not_raise_the_learning_rate_again(tmp_path):

@@ -153,6 +153,8 @@ def test_a_run_is_printed_once_without_a_terminal(tmp_path, capsys, monkeypatch)
     assert "fern  training  finished  round 6" in result.out
     assert re.search(r"^letter +0  ◌ not measured  K·  ", result.out, re.M)
     assert call(capsys, "watch", "fern", "--runs", str(tmp_path)).out == result.out
+    monkeypatch.setattr("esper.cli.watch.find_spec", lambda name: None)
+    assert 'pip install ".[web]"' in call(capsys, "watch", "--web").err
 
 
 def stored(folder, *records, finished=True):
@@ -226,7 +228,7 @@ def test_a_grower_shows_its_metric_its_widths_and_its_seeds(tmp_path):
         grower.step(metric=0.25 * number)
     grower.close()
     text = drawn(tmp_path / "mine", 140)
-    assert "mine  grower  finished  round 3" in text
+    assert "mine  grower  finished  round 3/30" in text
     assert re.search(r"^metric +▁▅█ 0.5 ", text, re.M)
     assert re.search(rf"^loss +\S+ {grower.history[-1].loss:.3g} ", text, re.M)
     widths = " ".join(str(width) for width in (20, 12, 5))

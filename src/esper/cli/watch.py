@@ -24,7 +24,7 @@ def add_watch_options(parser: ArgumentParser) -> None:
         "--web",
         action="store_true",
         help="show all runs of the folder in a browser on this machine (requires "
-        "starlette and uvicorn: pip install 'esper-lite[web]')",
+        "starlette and uvicorn: pip install '.[web]' in the clone of Esper)",
     )
     port = f"port of --web; 0: any free one (default: {PORT})"
     add_option(parser, "--port", integer(0, 65_535), None, "N", port)
@@ -62,7 +62,8 @@ def _serve(root: Path, path: Path | None, port: int) -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise InvalidInputError(
-            f"--web needs {' and '.join(missing)}. Run pip install 'esper-lite[web]'."
+            f'--web needs {" and ".join(missing)}. Run pip install ".[web]" in the '
+            "clone of Esper."
         )
     from esper.watch.reading import run_id
     from esper.watch.server import serve

@@ -43,8 +43,7 @@ try:
     from gymnasium.vector.utils import batch_space
 except ModuleNotFoundError as error:
     raise InvalidInputError(
-        "esper/Grow-v0 needs gymnasium, which is not installed; pip install "
-        "esper-lite[rl]"
+        "esper/Grow-v0 needs gymnasium, which is not installed; pip install '.[rl]'"
     ) from error
 
 ID = "esper/Grow-v0"

@@ -22,6 +22,15 @@ VERBS = {
     Op.PRUNE: "prune",
     Op.FOSSILIZE: "keep",
 }
+DONE = {
+    "GERMINATE": "planted",
+    "ADVANCE": "began to blend in",
+    "SET_ALPHA": "began to move the alpha of",
+    "PRUNE": "pruned",
+    "FOSSILIZE": "kept",
+    "DEEPEN": "added",
+}
+"""Ops of receipts in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +44,12 @@ class Receipt:
     """Largest absolute change of the output in eval mode."""
 
     def __str__(self) -> str:
-        """One line."""
-        what = f" {self.blueprint}" if self.blueprint else ""
-        change = f": output changed by {self.jump:.3g}" if self.jump else ""
-        return f"{self.op} {self.slot}{what}{change}"
+        """One line, such as "planted widen_8 at fc1->fc2"."""
+        place, change = self.slot.partition("#")[0], ""
+        if self.jump:
+            change = f", which changed the output by {self.jump:.3g}"
+        what = self.blueprint or "a seed"
+        return f"{DONE.get(self.op, self.op)} {what} at {place}{change}"
 
 
 class NamedOps:

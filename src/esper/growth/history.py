@@ -51,7 +51,7 @@ class GrowthDecision:
         why = f" ({self.why_not})" if self.why_not else ""
         return (
             f"decision {self.step}: metric {self.metric:.4g}, loss {self.loss:.4g}, "
-            f"{self.parameters:,} parameters; {self.action}{why}"
+            f"{self.parameters:,} parameters; {self.action.partition(' (')[0]}{why}"
         )
 
 
@@ -145,8 +145,13 @@ def summary(
     if changes:
         lines += ["", "what changed:"]
         for decision in changes[-MAX_CHANGES_LISTED:]:
-            lines.append(f"  {decision.step:>4}  {decision.action}")
-            lines += [f"        {receipt}" for receipt in decision.receipts[:2]]
+            texts = [*map(str, decision.receipts[:3])] or [
+                f"{model.slots[e.slot].partition('#')[0]} is {e.after.name.lower()}"
+                for e in decision.events[:3]
+            ]
+            steps = [f"{decision.step:>4}", *[" " * 4] * 3]
+            texts = texts or ["an alpha moved"]
+            lines += [f"  {s}  {t}" for s, t in zip(steps, texts, strict=False)]
         if (earlier := len(changes) - MAX_CHANGES_LISTED) > 0:
             lines.append(f"  ({earlier} earlier ones are in history)")
     reasons = Counter(decision.why_not for decision in history if decision.why_not)

@@ -61,6 +61,11 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     if out is not None and not out.name:
         raise InvalidInputError(f"out must be a file, got {str(out)!r:.60}.")
     data = read_run(run)
+    if data.versions.get("kind") == "grower":
+        raise InvalidInputError(
+            f"{short(run)} has no report: a Grower wrote it. Use esper watch, or call "
+            "grower.plot()."
+        )
     file = run / PAGE if out is None else out
     folder = run / PLOTS if out is None else out.with_name(f"{out.stem}-plots")
     _require_writable(file, folder)

@@ -6,5 +6,5 @@ try:
     import gymnasium as _gymnasium  # noqa: F401
 except ModuleNotFoundError as error:
     raise InvalidInputError(
-        "PPO needs gymnasium, which is not installed; pip install 'esper-lite[rl]'."
+        "PPO needs gymnasium, which is not installed; pip install '.[rl]'."
     ) from error

@@ -92,7 +92,7 @@ def export_onnx(agent: "PPO", path: str | Path) -> None:
         )
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"ONNX needs {error.name}. Run pip install 'esper-lite[onnx]'."
+            f"ONNX needs {error.name}. Run pip install '.[onnx]'."
         ) from error
     assert program is not None
     program.save(str(file))

@@ -94,6 +94,7 @@ class RunFolder(RecordEpisodes):
             raise RunLockedError(
                 f"{short(path)} has another training. Give another folder."
             )
+        run.go_on()
         store.begin_attempt(known or None, versions_now(run.config_toml))
         RecordEpisodes.__init__(self, store, [env], known)
         super().on_train_start(loop, resumed=resumed)

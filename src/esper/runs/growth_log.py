@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,6 +89,7 @@ class GrowthFolder:
                 f"{short(self.path)} has another training. Give another folder, or "
                 "load the state of its Grower before the first batch."
             )
+        self.run.go_on()
         store.begin_attempt(rounds or None, versions_now(self.run.config_toml))
         ((seconds,),) = store.fetch("SELECT ifnull(max(seconds), 0) FROM live_rounds")
         self._began = time.monotonic() - seconds
@@ -120,7 +121,7 @@ class GrowthFolder:
             "steps",
             **self._at(number),
             score=decision.metric,
-            loss=decision.loss,
+            loss=None if isnan(decision.loss) else decision.loss,
             added=added,
             budget_left=budget - added,
         )

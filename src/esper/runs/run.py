@@ -253,6 +253,11 @@ class Run:
         """Mark this run as complete."""
         self.write(FINISHED, facts)
 
+    def go_on(self) -> None:
+        """Mark this run as incomplete again."""
+        if (self.path / FINISHED).exists():
+            self._disk.unlink(self.path / FINISHED)
+
     def write(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write a file of facts, whole or not at all."""
         if self._lock is None:
@@ -420,8 +425,12 @@ class Lock:
                 owner = {"pid": os.getpid(), "host": socket.gethostname()}
                 file.write_text(json.dumps({**owner, "since": since}))
             except Timeout:
+                holder = _owner(file)
+                advice = "stop it first."
+                if holder.startswith(f"process {os.getpid()} on"):
+                    advice = "this one. Use grower.close(), or another folder."
                 raise RunLockedError(
-                    f"{short(name)} is in use by {_owner(file)}; stop it first."
+                    f"{short(name)} is in use by {holder}; {advice}"
                 ) from None
             except BaseException:
                 self.close()

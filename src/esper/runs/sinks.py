@@ -327,7 +327,7 @@ def split_loggers(
 
     Each folder gets a table of metrics. Without folders it is a new one in `logs`.
     """
-    folders = [Path(each) for each in loggers if is_folder(each)]
+    folders = [Path(each).expanduser() for each in loggers if is_folder(each)]
     others = [
         each
         for each in loggers

@@ -319,7 +319,7 @@ def export(
             duckdb = import_module("duckdb")
         except ImportError:
             raise InvalidInputError(
-                "Parquet needs DuckDB: pip install 'esper-lite[query]', or export CSV."
+                "Parquet needs DuckDB: pip install '.[query]', or export CSV."
             ) from None
     folder, db = Path(folder), open_store(path, seconds=DEADLINE)
     try:

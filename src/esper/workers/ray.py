@@ -126,9 +126,7 @@ def _connected(address: str, count: int) -> Any:  # noqa: ANN401
     try:
         ray = import_module("ray")
     except ImportError:
-        raise InvalidInputError(
-            "Ray is not installed: pip install 'esper-lite[ray]'."
-        ) from None
+        raise InvalidInputError("Ray is not installed: pip install '.[ray]'.") from None
     if address == LOCAL and (found := ray.util.get_node_ip_address()) not in LOOPBACK:
         raise InvalidInputError(
             f"Ray would use the address {quoted(found)}, which other machines can "
