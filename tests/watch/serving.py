@@ -4,15 +4,19 @@ import http.client
 import json
 import socket
 import subprocess
+import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
+import esper.report
+from esper.cli import main
 from esper.runs.run import STORE, Run
 from esper.runs.store import Store
 from esper.watch.reading import run_id
 from tests.cli.calls import command, environment
 from tests.report.runs import evaluate, play
+from tests.resume_script import BATCHES, Training
 
 TASK, BLUEPRINTS = "letter", ("widen_x2", "widen_x4")
 HEADS = {"op": {"chosen": "WAIT", "legal": {"WAIT": 0.9, "GERMINATE": 0.1}}}
@@ -82,6 +86,23 @@ def serving(root, *options):
         process.terminate()
         process.wait(30)
         process.stdout.close()
+
+
+PRELOADED = ["tests.watch.serving", "esper.training.train", "esper.rl.training"]
+"""Modules that trainings share, since each import takes seconds."""
+
+
+def run_command(*arguments):
+    """Run a command without its report, in a process of its own."""
+    esper.report.write_report = lambda path: path
+    sys.exit(main(arguments))
+
+
+def run_grower(path):
+    """Grow a network with the trained controller; writes a run."""
+    training = Training("tamiyo", [path])
+    training.run(BATCHES)
+    training.grower.close()
 
 
 def shown_run(root, name="fern", *, task=TASK, rounds=3, **options):

@@ -1,11 +1,8 @@
 """The page in a real Chromium, while real trainings run."""
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,15 @@ import pytest
 from esper.runs.run import STORE, Run
 from esper.runs.store import Store
 from tests.browser import open_browser
-from tests.cli.calls import command, environment
-from tests.watch.serving import TASK, fill, serving, shown_run
+from tests.watch.serving import (
+    PRELOADED,
+    TASK,
+    fill,
+    run_command,
+    run_grower,
+    serving,
+    shown_run,
+)
 
 AXE = Path(__file__).with_name("axe.min.js")
 VIEWS = ("runs", "learning", "hosts", "comparison")
@@ -76,37 +80,26 @@ def task_of(path):
 
 
 @pytest.fixture
-def start():
+def start(monkeypatch):
     """Starts processes and kills those that are left at the end."""
-    begun = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    begun, context = [], get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
 
-    def begin(arguments):
-        begun.append(
-            subprocess.Popen(
-                arguments,
-                stdout=subprocess.DEVNULL,
-                env=environment(),
-                cwd=Path(__file__).parents[2],
-            )
-        )
+    def begin(target, *arguments):
+        begun.append(context.Process(target=target, args=arguments))
+        begun[-1].start()
         return begun[-1]
 
     yield begin
     for process in begun:
         process.kill()
-        process.wait()
+        process.join()
 
 
-GROWER = """
-import sys
-from tests.resume_script import BATCHES, Training
-training = Training("tamiyo", [sys.argv[1]])
-training.run(BATCHES)
-training.grower.close()
-"""
 SMALL = ("--workers=0", "--world.horizon=4", "--num_envs=2", "--start_from=none")
 SMALL += ("--tasks=teacher", "--evaluation.controllers=never,early")
-SMALL += ("--evaluation.hosts=2", "--evaluation.every=4", "--checkpoint.every=3")
+SMALL += ("--evaluation.hosts=2", "--evaluation.every=16", "--checkpoint.every=3")
 
 
 @pytest.mark.timeout(580)
@@ -121,28 +114,30 @@ def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
         page.goto(f"{server.address}#view=runs")
         page.wait_for_selector("text=There are no runs in this folder.")
         into = f"--runs={root}"
-        rounds = ("--budget.rounds=8", into, "--name=fern")
-        training = start(command("train", *SMALL, *rounds))
+        rounds = ("--budget.rounds=32", into, "--name=fern")
+        training = start(run_command, "train", *SMALL, *rounds)
         page.wait_for_selector("tbody th:has-text('fern')")
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
-        env = ("CartPole-v1", "--total_steps=4096", "--seed=1")
-        agent = start(command("ppo", *env, into))
-        grower = start([sys.executable, "-c", GROWER, str(root / "mine")])
         # Rows are seen before any checkpoint asks for them.
-        page.wait_for_selector("dd[data-fact=round] :text-matches('^[2-9]|^1.')")
+        page.wait_for_selector("dd[data-fact=round] :text-matches('^[2-9]|^[1-3].')")
         assert page.inner_text("#state") == "running"
-        os.kill(training.pid, signal.SIGKILL)
-        training.wait()
+        training.kill()
+        training.join()
+        env = ("CartPole-v1", "--total_steps=2048", "--seed=1")
+        agent = start(run_command, "ppo", *env, into)
+        grower = start(run_grower, root / "mine")
         page.wait_for_selector("#state.state-stopped")
         seen = int(fact(page, "round"))
-        resumed = start(command("train", f"--resume={path}", "--workers=0"))
+        resumed = start(run_command, "train", f"--resume={path}", "--workers=0")
         page.wait_for_selector("#state.state-running")
         until(page, "processes", 2)
         page.wait_for_selector("#state.state-finished")
-        assert (resumed.wait(), agent.wait(), grower.wait()) == (0, 0, 0)
-        until(page, "round", 8)
-        assert 2 <= seen <= 8
+        for process in (resumed, agent, grower):
+            process.join()
+            assert process.exitcode == 0
+        until(page, "round", 32)
+        assert 2 <= seen <= 32
         steps, mean = query(path, f"SELECT env_steps, mean_return {NEWEST}")
         assert fact(page, "environment steps") == f"{steps:,}"
         assert float(fact(page, "return")) == pytest.approx(mean, rel=1e-3)
