@@ -247,7 +247,7 @@ function press(event) {
     const at = runs.indexOf(current()) + side;
     if (runs[at]) location.hash = link({ run: runs[at].id, env: null, episode: null, step: null, task: null });
   }
-  const step = document.getElementById({ ArrowLeft: "earlier", ArrowRight: "later" }[event.key]);
+  const step = document.getElementById({ ArrowLeft: "earlier", ArrowRight: "later" }[event.key] ?? "");
   if (step?.hash) {
     location.hash = step.hash;
     show(false); // at once: the next key may come before the event
