@@ -259,7 +259,7 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
 def test_numbers_may_not_depend_on_the_size_of_the_example(shape, between, why):
     class Cached(TwoLayers):
         def forward(self, x):
-            self.rows = len(x)
+            self.rows = min(len(x), getattr(self, "rows", 9))
             return super().forward(x)
 
     host, x = Cached(between), torch.randn(shape)

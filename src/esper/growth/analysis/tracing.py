@@ -646,7 +646,7 @@ def _every_step(steps: Iterable[TraceStep]) -> Iterator[TraceStep]:
 
 
 def _has_arguments(path: Path) -> bool:
-    """Whether units may use the path and a function is called with more than tensors."""
+    """Whether a function on the path of new units has more arguments than tensors."""
     if path.reader is None or path.problem:
         return False
     modules = [step.module for step in _every_step(path.steps)]
