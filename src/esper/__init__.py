@@ -57,7 +57,7 @@ _HOMES: Final = {
     "blueprint": "esper.growth.blueprints.registry",
     "check_blueprint": "esper.growth.blueprints.checks",
     "collect": "esper.simic.rollout",
-    "datasets": "esper",
+    "datasets": "esper.datasets",
     "enlarge": "esper.growth.enlarge",
     "fit": "esper.fitting",
     "load": "esper.growth.saving.serialization",
@@ -74,10 +74,11 @@ if not TYPE_CHECKING:  # type checkers read the imports above
 
     def __getattr__(name: str) -> object:
         """Import a public name on first use."""
-        if _HOMES.get(name) == "esper":  # a module
-            return import_module(f"esper.{name}")
         if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
+            module = import_module(_HOMES[name])
+            return (
+                module if module.__name__ == f"esper.{name}" else getattr(module, name)
+            )
         raise AttributeError(f"module 'esper' has no attribute {name!r}")
 
 

@@ -243,6 +243,36 @@ def test_a_number_of_rows_is_not_taken_for_a_constant():
         assert torch.equal(new_interlayer(interlayer, 3, 8)(given), torch.relu(given))
 
 
+@pytest.mark.parametrize(
+    ("shape", "between", "why"),
+    [
+        ((4, 8), lambda h: h / len(h), "div: the batch size"),
+        ((1, 8), lambda h: h / h.shape[0], "div: the batch size"),
+        ((4, 8), lambda h: h.view(4, 12) / len(h), ""),  # takes one batch size
+        ((4, 6, 8), lambda h: h.sum(1) / h.shape[1], "div: the length of axis 1"),
+        ((4, 8, 8), lambda h: h.sum(1) / h.shape[1], "div: the length of axis 1"),
+        ((4, 6, 8), lambda h: h[:, h.shape[1] - 1], "__getitem__: the length of axis"),
+        ((4, 6, 8), lambda h: h.view(len(h), h.shape[1] // 2, 2, -1).mean(2), ""),
+        ((4, 6, 8), lambda h: F.dropout(h.mean(1), training=False), ""),
+    ],
+)
+def test_numbers_may_not_depend_on_the_size_of_the_example(shape, between, why):
+    class Cached(TwoLayers):
+        def forward(self, x):
+            self.rows = min(len(x), getattr(self, "rows", 9))
+            return super().forward(x)
+
+    host, x = Cached(between), torch.randn(shape)
+    operation, _, what = why.partition(": ")
+    found = place(host, example=x).geometry.why_no_span
+    assert host.rows == len(x)
+    if why:
+        expected = f"a number of {operation} between the layers depends on {what}"
+        assert found.startswith(expected)
+    else:
+        assert found == ""
+
+
 def test_functional_dropouts_are_dropouts_in_new_units_too():
     host = Image(lambda h, training: F.dropout2d(h, 0.5, training), nn.Conv2d(8, 4, 1))
     found = place(host, example=torch.randn(4, 3, 6, 6))

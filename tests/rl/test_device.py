@@ -72,7 +72,7 @@ def assert_learns_the_same(env, **changes):
             records = [agent.update() for agent in (cpu, fake)]
             assert records[0].steps_taken == records[1].steps_taken > 0
         found, expected = save(fake), save(cpu)
-        assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

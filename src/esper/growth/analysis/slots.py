@@ -6,8 +6,9 @@
 
 Names are the host's module names. The host is called in eval mode, where outputs must
 be deterministic, and in training mode, with a backward pass. Between two layers the
-modes may differ in dropout only. Slots that cannot grow are refused. `suggest_slots`
-finds slots: the call on the example shows which layer reads the output of which.
+modes may differ in dropout only, and numbers must not depend on the sizes of the
+example. Slots that cannot grow are refused. `suggest_slots` finds slots: the call on
+the example shows which layer reads the output of which.
 """
 
 from collections import Counter
@@ -49,6 +50,7 @@ from esper.growth.analysis.tracing import (
     Trace,
     batch_size,
     call,
+    compare_sizes,
     compare_training,
     count_macs,
     isolated,
@@ -166,6 +168,7 @@ def analyse_host(
         raise InvalidInputError(
             "two calls of the host in eval mode differ; make its forward deterministic."
         )
+    compare_sizes(host, trace, example)
     compare_training(host, trace, example)
     places = tuple(insertion_point(site, trace) for site in sites)
     for gate in filter(None, (place.gate for place in places)):
@@ -541,6 +544,7 @@ def _suggested(
     check_host(model)
     with isolated(model, training=False), torch.no_grad():
         trace = Trace(model, (), example)
+    compare_sizes(model, trace, example)
     compare_training(model, trace, example)
     names = trace.names
     layers = {names[module]: module for module in names if is_layer(module)}

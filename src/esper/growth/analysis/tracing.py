@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import permutations, product
+from itertools import permutations, product, zip_longest
 from typing import Any, Final
 
 import torch
@@ -564,6 +564,110 @@ def compare_training(host: nn.Module, trace: Trace, example: Example) -> None:
                 break
     for layer, path in trace.paths.items():
         path.compare(trained.get(layer), trace.names)
+
+
+def compare_sizes(host: nn.Module, trace: Trace, example: Example) -> None:
+    """Refuse paths with numbers that depend on the size of an axis of the example.
+
+    Every axis gets another size once, if the host accepts one.
+    """
+    tensors = _all_tensors(example)
+    accepted: dict[object, bool] = {}
+    sizes = {(a, n) for t in tensors for a, n in enumerate(t.shape) if n}
+    for axis, size in sorted(sizes):
+        if not any(map(_has_arguments, trace.paths.values())):
+            return
+        what = f"the length of axis {axis} of the example" if axis else "the batch size"
+        half, odd = size // 2 or 2, size // 2 + 1  # often odd after strides, too
+        # A length may be on several axes, as in a mask. Sizes beyond 2 only shrink:
+        # an index beyond a table of positions stops CUDA.
+        lengths = (odd, True), (half, True), (odd, False), (half, False)
+        for new, every in lengths if axis else lengths[-1:]:
+            alike = ([a for a, n in enumerate(t.shape) if n == size] for t in tensors)
+            axes = tuple(tuple(a for a in one if every or a == axis) for one in alike)
+            if (new, axes) not in accepted:
+                accepted[new, axes] = new != size and _accepts(
+                    host, trace, _resized(example, axes, new), what
+                )
+            if accepted[new, axes]:
+                break
+
+
+def _resized(example: Example, axes: Iterable[Sequence[int]], size: int) -> Example:
+    """A copy of an example with another size, at most doubled, of some axes."""
+    each = iter(axes)
+
+    def resized(leaf: Any) -> Any:  # noqa: ANN401
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach().clone()  # which a host may change in place
+        for axis in next(each):
+            leaf = torch.cat([leaf, leaf], axis).narrow(axis, 0, size)
+        return leaf
+
+    made: Example = tree_map(resized, example)
+    return made
+
+
+def _accepts(host: nn.Module, trace: Trace, example: Example, what: str) -> bool:
+    """Compare with the paths of another example, if the host accepts it."""
+    with (
+        isolated(host, training=False),
+        _kept_attributes(host),
+        warnings.catch_warnings(action="ignore"),
+        torch.no_grad(),
+    ):
+        try:
+            paths = Trace(host, (), example).paths
+        except InvalidInputError:
+            return False
+    for path in filter(_has_arguments, trace.paths.values()):
+        if why := _why_size_matters(path, paths.get(path.layer)):
+            path.problem = f"{why} between the layers depends on {what}"
+    return True
+
+
+@contextmanager
+def _kept_attributes(host: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules after the block, such as caches."""
+    kept = {module: dict(vars(module)) for module in host.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in kept.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _every_step(steps: Iterable[TraceStep]) -> Iterator[TraceStep]:
+    """All steps of a path, including those of joining branches."""
+    for step in steps:
+        yield from (step, *_every_step(step.branch))
+
+
+def _has_arguments(path: Path) -> bool:
+    """Whether a function on the path of new units has more arguments than tensors."""
+    if path.reader is None or path.problem:
+        return False
+    modules = [step.module for step in _every_step(path.steps)]
+    functions = [m.function if isinstance(m, Join) else m for m in modules]
+    return any(
+        isinstance(f, FunctionModule) and (f.args or f.kwargs) for f in functions
+    )
+
+
+def _why_size_matters(path: Path, other: Path | None) -> str:
+    """What differs in the same path of an example of another size; empty if nothing."""
+    if other is None or other.problem or other.reader is not path.reader:
+        return ""
+    for one, its in zip_longest(_every_step(path.steps), _every_step(other.steps)):
+        if one is None or its is None or one.name != its.name:
+            return (one or its).name
+        # A reshape to a wrong length gives a wrong number of units, and fails.
+        passes = one.name in RESHAPES or _is_dropout(one)
+        if not passes and _identity(one) != _identity(its):
+            return f"a number of {one.name}"
+    return ""
 
 
 def _last_index(tensors: Sequence[Tensor], wanted: object) -> int:

@@ -246,8 +246,12 @@ function press(event) {
   else if (side && runs.length) {
     const at = runs.indexOf(current()) + side;
     if (runs[at]) location.hash = link({ run: runs[at].id, env: null, episode: null, step: null, task: null });
-  } else if (event.key === "ArrowLeft") document.getElementById("earlier")?.click();
-  else if (event.key === "ArrowRight") document.getElementById("later")?.click();
+  }
+  const step = document.getElementById({ ArrowLeft: "earlier", ArrowRight: "later" }[event.key] ?? "");
+  if (step?.hash) {
+    location.hash = step.hash;
+    show(false); // at once: the next key may come before the event
+  }
 }
 
 picker.addEventListener("change", () => { location.hash = link({ run: picker.value, env: null, episode: null, step: null, task: null }); });
