@@ -344,7 +344,7 @@ def test_exports_that_cannot_be_are_refused(stored, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="cannot export to"):
         export(stored, stored, "csv")
     monkeypatch.setitem(sys.modules, "duckdb", None)
-    with pytest.raises(InvalidInputError, match=r"esper-lite\[query\]"):
+    with pytest.raises(InvalidInputError, match=r"\.\[query\]"):
         export(stored, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     readonly = pytest.raises(sqlite3.OperationalError, match="readonly")

