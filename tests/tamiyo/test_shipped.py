@@ -83,8 +83,9 @@ def test_it_decides_as_it_did_when_unmeasured_columns_were_inputs():
         state = found.state
         assert torch.equal(found.actions, row["actions"])
         distribution = found.distribution.clamp(min=-1e4)
-        assert_close(distribution, row["log_probs"], rtol=1e-6, atol=1e-6)
-        assert_close(found.values, row["values"], rtol=0, atol=1e-6)
+        # Within 1e-6 on the CPU that recorded them; others round differently.
+        assert_close(distribution, row["log_probs"], rtol=1e-5, atol=1e-5)
+        assert_close(found.values, row["values"], rtol=0, atol=1e-5)
     assert (kept["actions"][..., HEAD["op"]] == Op.GERMINATE).sum() > 4
 
 
