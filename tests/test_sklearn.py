@@ -62,7 +62,7 @@ def test_a_classifier_grows_and_keeps_its_best_network():
     model = GrowingClassifier(random_state=0, **QUICK).fit(x, y)
     assert model.hidden_layer_sizes_[0] > 16
     assert type(model.network_).__name__ == "Sequential"
-    assert "plant widen_x2" in model.summary_
+    assert "planted widen_x2" in model.summary_
     assert 3 < model.n_iter_ <= 15
     assert model.score(x, y) > 0.9
     proba = model.predict_proba(x[:5])
