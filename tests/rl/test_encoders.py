@@ -6,11 +6,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
+from torch.autograd import gradcheck
+from torch.testing import assert_close
 
 from esper import PPO
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.state import save
 from esper.rl.encoders import image_encoder
+from esper.rl.policy import tanh
 from tests.rl.environments import Chance, Seen
 from tests.rl.test_ppo import assert_same_agents, chance, learnt
 
@@ -294,3 +297,12 @@ def test_an_agent_with_an_encoder_is_exported(tmp_path):
     chosen, _, _, after = session.run(None, given)
     assert (chosen == action).all()
     np.testing.assert_allclose(after, state, atol=1e-5)
+
+
+def test_the_activation_is_the_hyperbolic_tangent_in_value_and_gradient():
+    x = torch.cat((torch.linspace(-12.0, 12.0, 100_001), torch.tensor([200.0])))
+    assert_close(tanh(x).double(), torch.tanh(x.double()), rtol=0.0, atol=3e-7)
+    assert tanh(x).abs().max() <= 1.0
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    assert_close(tanh(odd), torch.tanh(odd), equal_nan=True)
+    assert gradcheck(tanh, (x[::9_999].double().requires_grad_(),))
