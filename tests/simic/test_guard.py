@@ -35,6 +35,7 @@ def test_t34_a_partial_stop_keeps_the_steps_before_and_takes_none_after():
     free = agent_with_rollout(learning_rate=0.004, target_kl=math.inf, epochs=6)
     batch, guard = free._take_rollout(), Guard(math.inf, free.device)
     free._adopt_statistics(batch)
+    batch = free._normalized(batch)
     rows = []
     while len(rows) < taken:
         for part in batch.minibatches(2, free.generator):

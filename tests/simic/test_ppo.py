@@ -211,6 +211,23 @@ def test_advantages_that_are_written_by_hand_are_learnt_from():
     assert agent.update().grad_norm == 0.0
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.1, 50.0])
+def test_small_advantages_are_not_blown_up_to_those_of_a_task_to_learn(floor):
+    """Advantages are divided by no less than a share of the deviation of returns."""
+    agent = agent_with_rollout(advantage_floor=floor, epochs=1, minibatches=1)
+    batch, seen = take(agent.buffer), []
+    step = agent.step
+    agent.step = lambda part, guard: seen.append(part) or step(part, guard)
+    agent.update()
+    valid = batch.valid_mask
+    raw = batch.advantages[valid].double()
+    least = floor * float(agent.moments.scale())
+    assert (least > raw.std(correction=0)) == (floor == 50.0)
+    expected = (raw - raw.mean()) / max(raw.std(correction=0), least)
+    found = seen[0].advantages[seen[0].valid_mask].double().sort().values
+    assert_close(found, expected.sort().values, rtol=1e-4, atol=1e-5)
+
+
 def test_t35_a_heads_entropy_is_the_mean_over_the_steps_on_which_it_was_open():
     """Minibatches in which a head is hardly ever open must not pull it to 0."""
     agent = agent_with_rollout(learning_rate=1e-9, epochs=1, minibatches=6, steps=5)
@@ -286,6 +303,7 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
         ({"entropy_coef": -0.1}, "entropy_coef must be finite, not negative, got -0.1"),
         ({"value_coef": math.nan}, "value_coef must be finite, not negative, got nan"),
         ({"value_norm_decay": 1.5}, r"value_norm_decay must be in \[0, 1\], got 1.5"),
+        ({"advantage_floor": -1.0}, "advantage_floor must be finite, from 0, got -1.0"),
         ({"value_clip": 0.0}, "value_clip must be positive or None, got 0.0"),
         ({"clip_mode": "both"}, "clip_mode must be one of .*joint.*, got 'both'"),
         ({"head_entropy": {"op": -1.0}}, "head_entropy must be finite, not negative"),

@@ -149,6 +149,8 @@ class PPO(Stateful):
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
+        advantage_floor: Smallest deviation that advantages are divided by, in standard
+            deviations of returns.
         max_grad_norm: Maximum norm of the gradient.
         schedule: How learning rate and entropy coefficients move during `learn`:
             "linear", "cosine" or "constant", or a function that returns their factor
@@ -201,6 +203,7 @@ class PPO(Stateful):
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
+        advantage_floor: float = 0.1,
         max_grad_norm: float = 0.5,
         schedule: Schedule = "linear",
         clip_schedule: Schedule = "constant",

@@ -62,6 +62,7 @@ class PPOSettings(PPOConfig):
 
     learning_rate: float = 5e-3
     minibatches: int = 8
+    advantage_floor: float = 0.1
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = cast("int", None)
@@ -191,6 +192,7 @@ class Changes(TypedDict, total=False):
     value_coef: float
     value_clip: float | None
     value_norm_decay: float
+    advantage_floor: float
     max_grad_norm: float
     schedule: Schedule
     clip_schedule: Schedule

@@ -249,6 +249,7 @@ class PPOAgent(Stateful):
         old_units = [tensor.detach().clone() for tensor in units]
         self._adopt_statistics(batch)
         explained = explained_variance(batch)
+        batch = self._normalized(batch)
         rows: list[Tensor] = []
         for _ in range(config.epochs):
             guard.start_epoch()
@@ -279,7 +280,12 @@ class PPOAgent(Stateful):
         advantages = subtract_group_baseline(
             batch.advantages, batch.valid_mask, batch.group_size
         )
-        advantages = normalize_advantages(advantages, batch.valid_mask)
+        return replace(batch, advantages=advantages)
+
+    def _normalized(self, batch: SequenceBatch) -> SequenceBatch:
+        """Normalise the advantages; split the rows into steps if wanted."""
+        least = self.config.advantage_floor * self.moments.scale()
+        advantages = normalize_advantages(batch.advantages, batch.valid_mask, least)
         batch = replace(batch, advantages=advantages)
         return batch.single_steps() if self._single_steps else batch
 
