@@ -36,8 +36,9 @@ USED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     ],
 )
 def test_numbers_have_no_entropy_bonus_unless_asked_for(options, expected):
-    agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options)
+    agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options, exploration_coef=0.5)
     assert agent.agent._entropy.tolist() == pytest.approx(expected)
+    assert agent.agent._exploration.tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
 class Workshop(gymnasium.Env):

@@ -61,7 +61,7 @@ class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
     learning_rate: float = 5e-3
-    minibatches: int = 8
+    exploration_coef: float = 0.006
     advantage_floor: float = 0.1
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
@@ -189,6 +189,7 @@ class Changes(TypedDict, total=False):
     target_kl: float
     entropy_coef: float | None
     head_entropy: Mapping[str, float]
+    exploration_coef: float
     value_coef: float
     value_clip: float | None
     value_norm_decay: float

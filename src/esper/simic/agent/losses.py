@@ -11,6 +11,11 @@ not depend on how often it is open. Padding is masked before any arithmetic. The
 of a number is divided by log 2, so it is in bits: twice the deviation is 1 more, as are
 two equal choices instead of one. It has no bounds, so by default it earns nothing.
 
+The gradient of the entropy vanishes with the probability of a choice, so it does not
+bring back a choice that became improbable where nothing could be gained yet. The
+gradient of the exploration bonus, the mean log-probability of the legal choices
+(-KL(uniform || π) but for a constant), does not vanish.
+
 If the environments of a group share random numbers, the mean advantage of the others in
 the group is subtracted from each advantage. It does not depend on the environment's own
 action, so it is a baseline.
@@ -62,6 +67,9 @@ class PPOConfig:
     1, those of numbers are in bits. none: 0.01 for choices, 0 for numbers."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """Entropy coefficients of single heads, which override entropy_coef."""
+    exploration_coef: float = 0.0
+    """Coefficient of -KL(uniform || policy) of choices, which keeps all choices
+    possible. It falls with the cube of the schedule."""
     value_coef: float = 0.5
     """Value loss coefficient."""
     value_clip: float | None = None
@@ -96,6 +104,7 @@ class PPOConfig:
             ("target_kl", self.target_kl > 0.0, "positive"),
             ("entropy_coef", _are_weights(entropy), "finite, not negative"),
             ("head_entropy", _are_weights(*weights), "finite, not negative"),
+            ("exploration_coef", _are_weights(self.exploration_coef), "finite, from 0"),
             ("value_coef", _are_weights(self.value_coef), "finite, not negative"),
             ("value_clip", clip is None or clip > 0.0, "positive or None"),
             ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "in [0, 1]"),
@@ -137,10 +146,12 @@ def ppo_terms(
     old_values: Float[Tensor, "env time"],
     config: PPOConfig,
     entropy_weights: Float[Tensor, " head"],
+    exploration_weights: Float[Tensor, " head"] | None = None,
 ) -> Terms:
     """Return the PPO loss on a minibatch and its diagnostics.
 
     Advantages of the batch, `targets` (returns) and `old_values` are normalised.
+    Weights are the coefficients of the two bonuses of each head.
     """
     valid = batch.valid_mask
     legal = batch.masks.sum(dim=-1)
@@ -158,6 +169,10 @@ def ppo_terms(
     entropy = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
     steps = valid.sum().clamp(min=1)
     bonus = (entropy_weights * entropy.sum(dim=(0, 1))).sum() / steps
+    if exploration_weights is not None:
+        mean = new.distribution.sum(dim=-1) / legal  # 0 where illegal
+        mean = torch.where(is_open, mean, 0.0)
+        bonus = bonus + (exploration_weights * mean.sum(dim=(0, 1))).sum() / steps
     loss = policy_loss + config.value_coef * value_loss - bonus
 
     with torch.no_grad():

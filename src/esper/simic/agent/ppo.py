@@ -155,7 +155,7 @@ class PPOAgent(Stateful):
     """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
-    DERIVED = ("buffer", "_entropy", "_annealed")  # set again in every round
+    DERIVED = ("buffer", "_entropy", "_exploration", "_annealed")  # set in every round
 
     def __init__(
         self,
@@ -201,9 +201,14 @@ class PPOAgent(Stateful):
             ],
             device=self.device,
         )
+        self._full_exploration = self._exploration = None
+        if config.exploration_coef > 0.0:
+            is_choice = ~torch.tensor(numeric, device=self.device)
+            self._full_exploration = config.exploration_coef * is_choice.float()
+            self._exploration = self._full_exploration
 
     def anneal(self, factor: float, clip_factor: float = 1.0) -> None:
-        """Scale learning rate and entropy coefficients, and the clip range."""
+        """Scale learning rate and bonuses, and the clip range."""
         for number in (factor, clip_factor):
             if not 0.0 <= number < math.inf:
                 raise InvalidInputError(
@@ -214,6 +219,8 @@ class PPOAgent(Stateful):
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
         self._entropy = factor * self._full_entropy
+        if self._full_exploration is not None:
+            self._exploration = factor**3 * self._full_exploration
 
     def update(self) -> UpdateRecord:
         """Train the policy on the rollout, reset the buffer and return diagnostics.
@@ -299,7 +306,8 @@ class PPOAgent(Stateful):
         if logits.requires_grad:  # False if these parameters are frozen
             logits.retain_grad()
         new = evaluate_choices(logits, values, part.masks, part.actions, self._family)
-        terms = ppo_terms(new, part, targets, old, self._annealed, self._entropy)
+        bonuses = self._entropy, self._exploration
+        terms = ppo_terms(new, part, targets, old, self._annealed, *bonuses)
         if not terms.loss.requires_grad:
             raise InvalidStateError(
                 "the loss does not require grad. Unfreeze some parameters."
