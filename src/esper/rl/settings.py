@@ -33,7 +33,7 @@ FALLS: Final[dict[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
 }
 """How much of the way to `end_factor` is done at some progress from 0 to 1."""
-MANY_ENVS: Final = 32
+MANY_ENVS: Final = 64
 FEW_ENVS: Final = 16
 ROLLOUT: Final = 2048
 """Steps of all environments between two updates, by default."""
