@@ -168,7 +168,7 @@ def test_a_refused_step_leaves_the_others_their_guard():
     """One rotten environment must not blind the KL stop for the rest."""
     guard = Guard(0.1, torch.device("cpu"))
     steps, one = torch.tensor(10), torch.tensor(1.0)
-    nan, small, large = torch.tensor(math.nan), torch.tensor(0.0), torch.tensor(0.3)
+    nan, small, large = torch.tensor(math.nan), torch.tensor(0.0), torch.tensor(3.0)
     taken, stopped, finite = guard.check(nan, steps, nan, nan)
     assert not taken
     assert not stopped
@@ -185,5 +185,5 @@ def test_the_stop_weighs_minibatches_by_their_steps():
     guard = Guard(0.1, torch.device("cpu"))
     one = torch.tensor(1.0)
     assert guard.check(torch.tensor(0.0), torch.tensor(90), one, one)[0]
-    assert guard.check(torch.tensor(0.9), torch.tensor(10), one, one)[0]
-    assert not guard.check(torch.tensor(0.9), torch.tensor(10), one, one)[0]
+    assert guard.check(torch.tensor(9.0), torch.tensor(10), one, one)[0]
+    assert not guard.check(torch.tensor(9.0), torch.tensor(10), one, one)[0]

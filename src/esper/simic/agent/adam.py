@@ -61,11 +61,13 @@ class ClippingAdam(torch.optim.Adam):
         ]
         self._one = self._counts.new_tensor(has_grad)
 
-    @torch.no_grad()
     def move(
         self, norm: Float[Tensor, ""], max_norm: float, taken: Bool[Tensor, ""]
     ) -> None:
-        """Scale gradients of `gradient_norm` to at most `max_norm`; step if `taken`."""
+        """Scale gradients of `gradient_norm` to at most `max_norm`; step if `taken`.
+
+        Call it under `torch.no_grad`.
+        """
         count = taken.to(self._counts.dtype)
         self._counts.addcmul_(self._one, count)
         group, (means, squares, steps) = self.param_groups[0], self._states

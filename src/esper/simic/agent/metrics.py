@@ -53,6 +53,11 @@ class Diagnostics:
         return self.sums[..., 3]
 
     @property
+    def total_kl(self) -> Any:  # noqa: ANN401
+        """KL(old || new) of all heads, summed over steps."""
+        return self.sums[..., self._heads(0)].sum(-1)
+
+    @property
     def kl(self) -> Any:  # noqa: ANN401
         """KL(old || new) of each head; the sum estimates the joint KL."""
         return self.sums[..., self._heads(0)] / self._steps()[..., None]

@@ -60,13 +60,15 @@ class Guard:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return whether the step is taken, the update stopped, everything finite.
 
+        `kl` is the sum over steps.
+
         The loss is checked too, because clamping can hide NaN from the gradient. Before
         the first step a non-finite KL means bad data and is left out of the mean; later
         it means that the policy changed too much.
         """
         known, *others = torch.isfinite(torch.stack((kl, loss, grad_norm))).unbind()
         # The mean KL is over its target if the sum of excesses is positive.
-        excess = torch.where(known, (kl - self._target) * steps, 0.0)
+        excess = torch.where(known, kl - self._target * steps, 0.0)
         self._excess = self._excess + excess
         finite = known & others[0] & others[1]
         over = (self._excess > 0) | (self.any_taken & ~known)
@@ -311,7 +313,7 @@ class PPOAgent(Stateful):
         terms.loss.backward()
         with torch.no_grad():
             norm, steps = self.optimizer.gradient_norm(), terms.counts[0]
-            flags = guard.check(terms.kl.sum(), steps, terms.loss, norm)
+            flags = guard.check(terms.total_kl, steps, terms.loss, norm)
             self.optimizer.move(norm, self.config.max_grad_norm, flags[0])
             slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
             lengths = torch.linalg.vector_norm(slopes, dim=(0, 1, 3))
