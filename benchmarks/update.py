@@ -86,6 +86,6 @@ def _epoch_row(report: Report, envs: int, steps: int) -> None:
 
 def _one_epoch(agent: PPOAgent):  # noqa: ANN202
     agent.buffer.compute_advantages_and_returns()
-    batch = agent.buffer.get_batched_sequences()
+    targets = agent._targets(agent.buffer.get_batched_sequences())
     guard = Guard(float("inf"), agent.device)
-    return lambda: agent.step(batch, guard)
+    return lambda: agent.step(targets, guard)

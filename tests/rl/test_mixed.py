@@ -1,5 +1,7 @@
 """Actions of choices and numbers together."""
 
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from esper.contracts.errors import IllegalActionError, InvalidInputError
 from esper.rl.doctor import examine
 from esper.rl.spaces import SpaceSpec, parts_of
 from esper.simic.agent.distribution import evaluate_choices, family_of, sample
-from esper.simic.agent.losses import ppo_terms
+from esper.simic.agent.losses import Targets, loss_weights, ppo_terms
 from tests.rl.environments import Probe
 from tests.simic.test_distribution import random_rows
 
@@ -37,8 +39,8 @@ USED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
 )
 def test_numbers_have_no_entropy_bonus_unless_asked_for(options, expected):
     agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options, exploration_coef=0.5)
-    assert agent.agent._entropy.tolist() == pytest.approx(expected)
-    assert agent.agent._exploration.tolist() == [0.5, 0.0, 0.5, 0.0]
+    bonuses = (-agent.agent._weights[-8:]).tolist()
+    assert bonuses == pytest.approx([*expected, 0.5, 0.0, 0.5, 0.0])
 
 
 class Workshop(gymnasium.Env):
@@ -163,9 +165,10 @@ def test_a_number_that_the_tool_does_not_use_has_no_part(autoregressive):
         agent.policy.head_out.weight.mul_(1.3)
         agent.policy.log_deviation.add_(0.2)
     new = evaluated(agent, batch)
-    weights = torch.full((4,), 0.01)
-    values = torch.randn(batch.values.shape)
-    terms = ppo_terms(new, batch, values, values, PPOConfig(clip_range=9.0), weights)
+    config, values = PPOConfig(clip_range=9.0), torch.randn(batch.values.shape)
+    targets = Targets.of(replace(batch, returns=values, values=values))
+    weights = loss_weights(config, torch.full((4,), 0.01), torch.zeros(4))
+    terms = ppo_terms(new, targets, config, weights)
     terms.loss.backward()
     slopes = new.logits.grad.abs().amax(dim=-1)
     assert (slopes[~used] == 0).all()

@@ -1,5 +1,7 @@
 """Random minibatches for the objective, and what the reference says of them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Generator
 
@@ -10,7 +12,7 @@ from esper.simic.agent.distribution import (
     masked_log_softmax,
     sample,
 )
-from esper.simic.agent.losses import PPOConfig, ppo_terms
+from esper.simic.agent.losses import PPOConfig, Targets, loss_weights, ppo_terms
 from esper.simic.agent.rollout_buffer import SequenceBatch
 from esper.tamiyo.policy.features import Features
 from tests.references import ppo as reference
@@ -77,7 +79,8 @@ class Case:
             log_probs=chosen(distribution, self.batch.actions),
             normalized_values=self.values if values is None else values,
         )
-        return ppo_terms(new, self.batch, self.targets, self.old_values, *settings)
+        batch = replace(self.batch, returns=self.targets, values=self.old_values)
+        return ppo_terms(new, Targets.of(batch), settings[0], loss_weights(*settings))
 
     def twice(self):
         """Have every environment twice, one batch after the other."""

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from esper.contracts.actions import HEAD, HEAD_NAMES
 from esper.contracts.errors import InvalidInputError, InvalidStateError
-from esper.simic.agent.losses import ppo_terms
+from esper.simic.agent.losses import Targets, loss_weights, ppo_terms
 from esper.simic.agent.ppo import PPOAgent, PPOConfig, explained_variance
 from esper.simic.rollout import collect, start
 from esper.tamiyo.policy.network import TamiyoPolicy
@@ -31,7 +31,9 @@ def terms_of(agent, batch):
     policy = agent.policy
     new = evaluate_batch(policy, batch)
     config, entropy = PPOConfig(), torch.full((8,), 0.1)
-    return ppo_terms(new, batch, batch.returns, batch.values, config, entropy)
+    return ppo_terms(
+        new, Targets.of(batch), config, loss_weights(config, entropy, 0 * entropy)
+    )
 
 
 def refilled(agent):
@@ -217,7 +219,7 @@ def test_small_advantages_are_not_blown_up_to_those_of_a_task_to_learn(floor):
     agent = agent_with_rollout(advantage_floor=floor, epochs=1, minibatches=1)
     batch, seen = take(agent.buffer), []
     step = agent.step
-    agent.step = lambda part, guard: seen.append(part) or step(part, guard)
+    agent.step = lambda part, guard: seen.append(part.batch) or step(part, guard)
     agent.update()
     valid = batch.valid_mask
     raw = batch.advantages[valid].double()
@@ -278,14 +280,14 @@ def test_annealing_scales_learning_rate_and_bonuses_of_the_configuration():
     agent = agent_with_rollout(
         learning_rate=0.5, head_entropy={"slot": 0.3}, exploration_coef=2.0
     )
-    assert_close(agent._exploration, torch.full((8,), 2.0))
+    assert_close(-agent._weights[-8:], torch.full((8,), 2.0))
     agent.anneal(0.5)
     agent.anneal(0.1)
     assert agent.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     expected = [0.001] * 8
     expected[HEAD["slot"]] = 0.03
-    assert_close(agent._entropy, torch.tensor(expected))
-    assert_close(agent._exploration, torch.full((8,), 0.002))
+    assert_close(-agent._weights[-16:-8], torch.tensor(expected))
+    assert_close(-agent._weights[-8:], torch.full((8,), 0.002))
 
 
 @pytest.mark.parametrize(

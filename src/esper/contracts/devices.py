@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from esper.contracts.errors import InvalidInputError
 
 Tree = TypeVar("Tree")
+LARGE_BLOCK: Final = 31 * 2**20  # glibc ignores those from 32 MB
 
 
 def usable_device(
@@ -69,6 +70,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Tree) -> Tree:
     names = [field.name for field in fields(value)]
     parts = {name: map_tensors(function, getattr(value, name)) for name in names}
     return replace(value, **parts)  # type: ignore[type-var]
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep up to 62 MB of freed memory for the next tensors.
+
+    glibc returns the end of its heap to the system once it is larger than twice the
+    largest block that was freed. A backward pass frees more than that, and then a
+    quarter of an update is page faults. So one large block is freed here, unused.
+    """
+    torch.empty(LARGE_BLOCK, dtype=torch.uint8)
 
 
 def to_device(tree: Tree, device: torch.device) -> Tree:

@@ -22,7 +22,7 @@ action, so it is a baseline.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Annotated, Final, Literal, get_args
@@ -30,13 +30,14 @@ from typing import Annotated, Final, Literal, get_args
 import torch
 from jaxtyping import Bool, Float
 from pydantic import Field
-from torch import Tensor
+from torch import Generator, Tensor
+from torch.nn.functional import hardtanh
 
 from esper.contracts.errors import InvalidInputError
 from esper.contracts.messages import quoted
 from esper.simic.agent.distribution import Evaluation
-from esper.simic.agent.metrics import Terms
-from esper.simic.agent.rollout_buffer import SequenceBatch
+from esper.simic.agent.metrics import SHARED_TERMS, Terms
+from esper.simic.agent.rollout_buffer import SequenceBatch, shuffled
 
 MAX_LOG_RATIO: Final = 20.0  # exp stays finite in float32; clamped ones are counted
 SMALLEST_DEVIATION: Final = 1e-5  # of advantages
@@ -139,76 +140,102 @@ def _is_count(value: object, most: int) -> bool:
     return isinstance(value, int) and 1 <= value <= most
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What the objective compares a policy with: the same in a whole update."""
+
+    batch: SequenceBatch
+    """Its advantages, returns and values are normalised."""
+    is_open: Bool[Tensor, "env time head"]
+    entropy_scale: Float[Tensor, "env time head"]
+    """Divides the entropy of an open head by the log of its legal choices."""
+    share: Float[Tensor, "env time head"]
+    """One over the number of legal choices."""
+    counted: Bool[Tensor, "env time term"]
+    """Steps that each term is summed over."""
+
+    @classmethod
+    def of(cls, batch: SequenceBatch) -> "Targets":
+        """Return the targets of a batch whose numbers are normalised."""
+        legal, valid = batch.masks.sum(dim=-1), batch.valid_mask.unsqueeze(-1)
+        is_open = (legal > 1) & valid
+        shared = valid.expand(*valid.shape[:2], len(SHARED_TERMS))
+        return cls(
+            batch=batch,
+            is_open=is_open,
+            entropy_scale=1.0 / legal.clamp(min=2).log(),
+            share=1.0 / legal,
+            counted=torch.cat((shared, is_open, is_open, is_open), dim=-1),
+        )
+
+    def minibatches(self, count: int, generator: Generator) -> Iterator["Targets"]:
+        """Split the rows at random, as `SequenceBatch.minibatches` does."""
+        return shuffled(self, self.batch.valid_mask, count, generator)
+
+
 def ppo_terms(
     new: Evaluation,
-    batch: SequenceBatch,
-    targets: Float[Tensor, "env time"],
-    old_values: Float[Tensor, "env time"],
+    targets: Targets,
     config: PPOConfig,
-    entropy_weights: Float[Tensor, " head"],
-    exploration_weights: Float[Tensor, " head"] | None = None,
+    weights: Float[Tensor, " term"],
 ) -> Terms:
     """Return the PPO loss on a minibatch and its diagnostics.
 
-    Advantages of the batch, `targets` (returns) and `old_values` are normalised.
-    Weights are the coefficients of the two bonuses of each head.
+    Terms are columns of one matrix, which is masked and summed once, because most of
+    the time goes into the number of operations. `weights` are those of `loss_weights`.
     """
-    valid = batch.valid_mask
-    legal = batch.masks.sum(dim=-1)
-    is_open = (legal > 1) & valid.unsqueeze(-1)
-    raw = torch.where(is_open, new.log_probs - batch.log_probs, 0.0)
-    log_ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-    gain, clipped = surrogate(log_ratio, batch.advantages, config)
-    policy_loss = -masked_mean(gain, valid)
-    value_loss = masked_mean(
-        value_error(new.normalized_values, targets, old_values, config.value_clip),
-        valid,
-    )
-    nats = new.family.entropy(new.distribution)
-    entropy = torch.where(is_open, nats / legal.clamp(min=2).log(), 0.0)
-    steps = valid.sum().clamp(min=1)
-    bonus = (entropy_weights * entropy.sum(dim=(0, 1))).sum() / steps
-    if exploration_weights is not None:
-        mean = new.distribution.sum(dim=-1) / legal  # 0 where illegal
-        mean = torch.where(is_open, mean, 0.0)
-        bonus = bonus + (exploration_weights * mean.sum(dim=(0, 1))).sum() / steps
-    loss = policy_loss + config.value_coef * value_loss - bonus
-
+    batch = targets.batch
+    raw = torch.where(targets.is_open, new.log_probs - batch.log_probs, 0.0)
+    log_ratio = hardtanh(raw, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    whole = log_ratio.sum(dim=-1)
+    joint = hardtanh(whole, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = joint.exp()
+    gain = surrogate(log_ratio, ratio, batch.advantages, config)
+    values = new.normalized_values
+    error = value_error(values, batch.returns, batch.values, config.value_clip)
+    entropy = new.family.entropy(new.distribution) * targets.entropy_scale
+    evenness = new.distribution.sum(dim=-1) * targets.share  # 0 where illegal
     with torch.no_grad():
-        open_steps = is_open.sum(dim=(0, 1))
+        outside = (ratio - 1.0).abs() > config.clip_range
+        clamped = (log_ratio != raw).any(dim=-1) | (joint != whole)
         kl = new.family.kl(batch.distribution, new.distribution, batch.masks)
-        return Terms(
-            loss=loss,
-            policy_loss=policy_loss.detach(),
-            value_loss=value_loss.detach(),
-            clip_fraction=masked_mean(clipped, valid),
-            clamped=_is_extreme(raw).sum().to(loss.dtype),
-            kl=torch.where(is_open, kl, 0.0).sum(dim=(0, 1)) / steps,
-            entropy=entropy.sum(dim=(0, 1)) / open_steps.clamp(min=1),
-            openness=open_steps / steps,
-        )
+    shared = torch.stack((gain, error, outside, clamped), dim=-1)
+    terms = torch.cat((shared, kl, entropy, evenness), dim=-1)
+    # Select, do not multiply: terms of padding may be NaN.
+    sums = torch.where(targets.counted, terms, 0.0).sum(dim=(0, 1))
+    counts = targets.counted.sum(dim=(0, 1))
+    loss = torch.dot(weights.to(sums.dtype), sums) / counts[0].clamp(min=1)
+    return Terms(loss=loss, sums=sums.detach(), counts=counts)
+
+
+def loss_weights(
+    config: PPOConfig,
+    entropy_weights: Float[Tensor, " head"],
+    exploration_weights: Float[Tensor, " head"],
+) -> Float[Tensor, " term"]:
+    """Return the weight of each term in the loss."""
+    shared = dict.fromkeys(SHARED_TERMS, 0.0)
+    shared |= {"gain": -1.0, "value_error": config.value_coef}
+    first = entropy_weights.new_tensor([*shared.values()])
+    kl = torch.zeros_like(entropy_weights)
+    return torch.cat((first, kl, -entropy_weights, -exploration_weights))
 
 
 def surrogate(
     log_ratio: Float[Tensor, "env time head"],
+    joint_ratio: Float[Tensor, "env time"],
     advantages: Float[Tensor, "env time"],
     config: PPOConfig,
-) -> tuple[Float[Tensor, "env time"], Float[Tensor, "env time"]]:
-    """Return the clipped objective of every step, and 1 where the ratio was clipped."""
-    joint = log_ratio.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    joint_ratio = joint.exp()
-    outside = ((joint_ratio - 1.0).abs() > config.clip_range).to(joint_ratio.dtype)
+) -> Float[Tensor, "env time"]:
+    """Return the clipped objective of every step."""
     whole = _clipped_gain(joint_ratio, advantages, config.clip_range)
     if config.clip_mode == "joint":
-        return whole, outside
+        return whole
     # Subtract the gain at ratio 1, so that one open head equals the joint objective.
     constant = advantages.unsqueeze(-1)
     parts = _clipped_gain(log_ratio.exp(), constant, config.clip_range)
     per_head = (parts - constant).sum(dim=-1) + advantages
-    if config.clip_mode == "per_head":
-        return per_head, outside
-    return 0.5 * (whole + per_head), outside
+    return per_head if config.clip_mode == "per_head" else 0.5 * (whole + per_head)
 
 
 def value_error(
@@ -268,12 +295,7 @@ def masked_mean(
     return torch.where(valid, values, 0.0).sum() / valid.sum().clamp(min=1)
 
 
-def _is_extreme(log_ratio: Tensor) -> Tensor:
-    """Whether the log-ratio of a head, or their sum, is clamped."""
-    one = (log_ratio.abs() > MAX_LOG_RATIO).any(dim=-1)
-    return one | (log_ratio.sum(dim=-1).abs() > MAX_LOG_RATIO)
-
-
 def _clipped_gain(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    clipped = ratio.clamp(1.0 - clip, 1.0 + clip)
-    return (ratio * advantages).minimum(clipped * advantages)
+    """Return min(ratio · A, clip(ratio) · A), which is min(ratio · A, A + ε |A|)."""
+    most = torch.add(advantages, advantages.abs(), alpha=clip)
+    return (ratio * advantages).clamp(max=most)

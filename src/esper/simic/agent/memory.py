@@ -19,6 +19,7 @@ import math
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -121,62 +122,68 @@ class Cells(nn.Module):
         """Run over `inputs` from `state`."""
         # Select, do not multiply: a stale state may hold anything.
         state = torch.where(episode_start[:, :1, None], 0.0, state)
-        places, controls = self._places(episode_start)
-        last = []
+        longer = self._longer(episode_start)
+        # Rows are time-major inside, as torch wants them.
+        steps, last = inputs.transpose(0, 1), []
         for layer, cell in enumerate(self.cells):
             assert isinstance(cell, nn.RNNCellBase)
-            ones = inputs.new_ones(*inputs.shape[:2], 1)
-            rows = torch.cat((inputs, ones), dim=-1)
-            if controls is not None:
-                rows = rows.new_zeros(*controls.shape[:2], rows.shape[-1]).scatter(
-                    1, places.unsqueeze(-1).expand_as(rows), rows
-                )
-                rows = torch.cat((rows, controls), dim=-1)
-            outputs, held = self._run(cell, rows, state[:, layer])
-            if controls is not None:
-                rows_of = torch.arange(len(places), device=places.device)
-                outputs = outputs[rows_of[:, None], places]
-            inputs = inputs + outputs
-            last.append(torch.cat((outputs[:, -1], *held[1:]), dim=-1))
-        return inputs, torch.stack(last, dim=1)
+            outputs, held = self._run(cell, steps, longer, state[:, layer])
+            steps = steps + outputs
+            last.append(torch.cat((outputs[-1], *held[1:]), dim=-1))
+        return steps.transpose(0, 1), torch.stack(last, dim=1)
 
-    def _places(self, episode_start: Starts) -> tuple[Tensor, Tensor | None]:
-        """Where steps go in the longer rows, and the columns that select the others."""
+    def _longer(self, episode_start: Starts) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return how to insert steps; None if there are none to insert.
+
+        That is where each step goes in the longer rows, which step each of their steps
+        is (or a last one, of zeros), and their columns: one of a usual step, one that
+        clears the state and one that keeps it. All are time-major.
+        """
         envs, time = episode_start.shape
-        resets = episode_start[:, 1:].cumsum(1)
+        device = episode_start.device
+        resets = episode_start[:, 1:].T.cumsum(0)
         # Only the CPU is asked how many there are; elsewhere there is room for all.
-        on_cpu = (
-            episode_start.device.type == "cpu" and not torch.compiler.is_compiling()
-        )
-        extra = int(resets[:, -1].max()) if on_cpu and time > 1 else time - 1
-        steps = torch.arange(time, device=episode_start.device).expand(envs, time)
+        on_cpu = device.type == "cpu" and not torch.compiler.is_compiling()
+        extra = int(resets[-1].max()) if on_cpu and time > 1 else time - 1
         if not extra:
-            return steps, None
-        places = steps + torch.cat((resets.new_zeros(envs, 1), resets), dim=1)
-        rows = self.controls.new_ones(envs, time + extra)
-        all_ = torch.arange(time + extra, device=rows.device)
-        empty = rows.scatter(1, places, 0.0)
-        beyond = all_ > places[:, -1:]
-        clear, keep = empty * ~beyond, empty * beyond
-        return places, torch.stack((clear, keep), dim=-1)
+            return None
+        steps = torch.arange(time, device=device).unsqueeze(1).expand(time, envs)
+        steps = steps + torch.cat((resets.new_zeros(1, envs), resets))
+        places = (steps * envs + torch.arange(envs, device=device)).flatten()
+        rows = (time + extra) * envs
+        sources = places.new_full((rows,), time * envs)
+        sources[places] = torch.arange(time * envs, device=device)
+        usual = (sources < time * envs).view(-1, envs)
+        beyond = torch.arange(time + extra, device=device).unsqueeze(1) > steps[-1]
+        columns = torch.stack((usual, ~(usual | beyond), beyond), dim=-1)
+        return places, sources, columns.to(self.controls.dtype)
 
     def _run(
-        self, cell: nn.RNNCellBase, rows: Tensor, state: Tensor
+        self,
+        cell: nn.RNNCellBase,
+        steps: Float[Tensor, "time env width"],
+        longer: tuple[Tensor, Tensor, Tensor] | None,
+        state: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs `[env, time, width]` and the last state of one layer."""
-        columns = [cell.weight_ih, cell.bias_ih[:, None]]
-        if rows.shape[-1] > cell.input_size + 1:
-            columns.append(self.controls)
-        bias = torch.zeros_like(cell.bias_ih)
-        weights = [torch.cat(columns, dim=1), cell.weight_hh, bias, cell.bias_hh]
+        """Outputs `[time, env, width]` and the last state of one layer."""
+        weights = [cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh]
+        rows = steps
+        if longer is not None:
+            places, sources, columns = longer
+            rows = F.pad(rows.flatten(0, 1), (0, 0, 0, 1)).index_select(0, sources)
+            rows = torch.cat((rows.view(*columns.shape[:2], -1), columns), dim=-1)
+            first = (cell.weight_ih, cell.bias_ih[:, None], self.controls)
+            weights[0] = torch.cat(first, dim=1)
+            weights[2] = torch.zeros_like(cell.bias_ih)
         held = [part[None].contiguous() for part in state.chunk(self.parts, dim=-1)]
         options = (weights, True, 1, 0.0, self.training, False, False)
-        rows = rows.transpose(0, 1)
         if self.parts == 1:
-            outputs, hidden = torch.gru(rows, held[0], *options)
-            return outputs.transpose(0, 1), (hidden[0],)
-        outputs, hidden, inner = torch.lstm(rows, held, *options)
-        return outputs.transpose(0, 1), (hidden[0], inner[0])
+            outputs, *after = torch.gru(rows, held[0], *options)
+        else:
+            outputs, *after = torch.lstm(rows, held, *options)
+        if longer is not None:
+            outputs = outputs.flatten(0, 1).index_select(0, places).view_as(steps)
+        return outputs, tuple(part[0] for part in after)
 
 
 class LSTM(Cells):

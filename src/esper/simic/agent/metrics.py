@@ -6,7 +6,7 @@ the mean over no step is NaN.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -16,26 +16,82 @@ from torch import Tensor
 
 SCALARS: Final = ("policy_loss", "value_loss", "clip_fraction", "clamped", "grad_norm")
 PER_HEAD: Final = ("kl", "entropy", "openness", "grad_norm")
+SHARED_TERMS: Final = ("gain", "value_error", "clipped", "clamped")
 FLAGS: Final = ("taken", "stopped", "finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Diagnostics:
+    """Sums of the terms of minibatches, and what they say.
+
+    Terms are `SHARED_TERMS`, then KL, entropy, and evenness of each head. The last is
+    the mean log-probability of the legal choices.
+    """
+
+    sums: Any
+    """Sum of each term `[..., term]` over the steps that it counts."""
+    counts: Any
+    """Number of these steps: those with a choice, for terms of a head."""
+
+    @property
+    def policy_loss(self) -> Any:  # noqa: ANN401
+        """Mean clipped objective, negated."""
+        return -self._mean(0)
+
+    @property
+    def value_loss(self) -> Any:  # noqa: ANN401
+        """Mean value error."""
+        return self._mean(1)
+
+    @property
+    def clip_fraction(self) -> Any:  # noqa: ANN401
+        """Fraction of steps whose joint ratio left the clip range."""
+        return self._mean(2)
+
+    @property
+    def clamped(self) -> Any:  # noqa: ANN401
+        """Number of steps whose log-ratio was clamped."""
+        return self.sums[..., 3]
+
+    @property
+    def total_kl(self) -> Any:  # noqa: ANN401
+        """KL(old || new) of all heads, summed over steps."""
+        return self.sums[..., self._heads(0)].sum(-1)
+
+    @property
+    def kl(self) -> Any:  # noqa: ANN401
+        """KL(old || new) of each head; the sum estimates the joint KL."""
+        return self.sums[..., self._heads(0)] / self._steps()[..., None]
+
+    @property
+    def entropy(self) -> Any:  # noqa: ANN401
+        """Mean normalised entropy of each head where open; of numbers in bits."""
+        heads = self._heads(1)
+        return self.sums[..., heads] / self.counts[..., heads].clip(min=1)
+
+    @property
+    def openness(self) -> Any:  # noqa: ANN401
+        """Fraction of valid steps on which each head had more than one choice."""
+        return self.counts[..., self._heads(1)] / self._steps()[..., None]
+
+    def _mean(self, term: int) -> Any:  # noqa: ANN401
+        return self.sums[..., term] / self._steps()
+
+    def _steps(self) -> Any:  # noqa: ANN401
+        return self.counts[..., 0].clip(min=1)
+
+    def _heads(self, block: int) -> slice:
+        """Where one of the three terms of all heads is."""
+        shared = len(SHARED_TERMS)
+        heads = (self.sums.shape[-1] - shared) // 3
+        return slice(shared + block * heads, shared + (block + 1) * heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms(Diagnostics):
     """Loss and diagnostics of one minibatch, on the device."""
 
     loss: Float[Tensor, ""]
-    policy_loss: Float[Tensor, ""]
-    value_loss: Float[Tensor, ""]
-    clip_fraction: Float[Tensor, ""]
-    clamped: Float[Tensor, ""]
-    """Number of steps whose log-ratio was clamped."""
-    kl: Float[Tensor, " head"]
-    """KL(old || new) of each head; the sum estimates the joint KL."""
-    entropy: Float[Tensor, " head"]
-    """Mean normalised entropy of each head where open: 0 (certain) to 1 (uniform); of
-    numbers in bits."""
-    openness: Float[Tensor, " head"]
-    """Fraction of valid steps on which each head had more than one choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +145,9 @@ def step_row(
     head_grad_norms: Float[Tensor, " head"],
     flags: tuple[Tensor, Tensor, Tensor],
 ) -> Float[Tensor, " metric"]:
-    """Return the metrics of one optimiser step, in the order of the tables above."""
-    scalars = [getattr(terms, name) for name in SCALARS[:-1]]
-    by_head = [getattr(terms, name) for name in PER_HEAD[:-1]]
-    ends = torch.stack([flag.to(terms.loss.dtype) for flag in flags])
-    row = (torch.stack([*scalars, grad_norm]), *by_head, head_grad_norms, ends)
-    return torch.cat(row).detach()
+    """Return the numbers of one optimiser step that `read_record` needs."""
+    ends = grad_norm.reshape(1), torch.stack(flags)
+    return torch.cat((terms.sums, terms.counts, head_grad_norms, *ends))
 
 
 def read_record(
@@ -107,11 +160,16 @@ def read_record(
     flat = torch.cat([*rows, explained_variance.detach().reshape(1)])
     host = flat.to("cpu", copy=True).numpy()  # the one read of an update
     table, explained = host[:-1].reshape(len(rows), -1), float(host[-1])
-    taken, stopped, finite = table[:, -len(FLAGS) :].T > 0
-    by_head = table[:, len(SCALARS) : -len(FLAGS)].reshape(
-        len(rows), len(PER_HEAD), len(head_names)
-    )
-    scalars, heads = _mean(table[taken, : len(SCALARS)]), _mean(by_head[taken])
+    terms = len(SHARED_TERMS) + 3 * len(head_names)
+    widths = np.cumsum((terms, terms, len(head_names), 1))
+    sums, counts, lengths, norm, flags = np.split(table, widths, axis=1)
+    taken, stopped, finite = flags.T > 0
+    found = Diagnostics(sums=sums, counts=counts)
+    shared = [getattr(found, name) for name in SCALARS[:-1]]
+    per_head = [getattr(found, name) for name in PER_HEAD[:-1]]
+    table = np.stack((*shared, norm[:, 0]), axis=1)
+    by_head = np.stack((*per_head, lengths), axis=1)
+    scalars, heads = _mean(table[taken]), _mean(by_head[taken])
     # Weight a head's entropy by how often the head was open in each minibatch.
     entropies, openness = by_head[taken, 1], by_head[taken, 2]
     opened = openness.sum(axis=0)

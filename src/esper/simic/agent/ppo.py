@@ -2,9 +2,8 @@
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, on whole sequences, with
 minibatches of environments. Before each step the exact KL(old || new), averaged over
-the epoch so far, is compared with `target_kl`. A KL stop or a non-finite gradient is
-passed to the fused optimiser as `found_inf`: the step changes nothing, and the device
-is read only once per update.
+the epoch so far, is compared with `target_kl`. After a KL stop or a non-finite gradient
+the optimiser changes nothing, and the device is read only once per update.
 """
 
 import math
@@ -15,11 +14,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
+from esper.contracts.devices import keep_freed_memory
 from esper.contracts.errors import InvalidInputError, InvalidStateError
 from esper.contracts.state import Stateful, leaves, load
+from esper.simic.agent.adam import ClippingAdam
 from esper.simic.agent.distribution import Policy, evaluate_choices, family_of
 from esper.simic.agent.losses import (
     PPOConfig,
+    Targets,
+    loss_weights,
     masked_mean,
     normalize_advantages,
     ppo_terms,
@@ -50,24 +53,26 @@ class Guard:
 
     def start_epoch(self) -> None:
         """Start a new running mean of the KL."""
-        self._kl = torch.zeros((), device=self._stopped.device)
-        self._steps = torch.zeros((), device=self._stopped.device)
+        self._excess = torch.zeros((), device=self._stopped.device)
 
     def check(
         self, kl: Tensor, steps: Tensor, loss: Tensor, grad_norm: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return whether the step is taken, the update stopped, everything finite.
 
+        `kl` is the sum over steps.
+
         The loss is checked too, because clamping can hide NaN from the gradient. Before
         the first step a non-finite KL means bad data and is left out of the mean; later
         it means that the policy changed too much.
         """
-        known = torch.isfinite(kl)
-        self._kl = self._kl + torch.where(known, kl * steps, 0.0)
-        self._steps = self._steps + torch.where(known, steps, 0)
-        over = self._kl > self._target * self._steps.clamp(min=1)
-        finite = known & torch.isfinite(loss) & torch.isfinite(grad_norm)
-        self._stopped = self._stopped | over | (self.any_taken & ~known)
+        known, *others = torch.isfinite(torch.stack((kl, loss, grad_norm))).unbind()
+        # The mean KL is over its target if the sum of excesses is positive.
+        excess = torch.where(known, kl - self._target * steps, 0.0)
+        self._excess = self._excess + excess
+        finite = known & others[0] & others[1]
+        over = (self._excess > 0) | (self.any_taken & ~known)
+        self._stopped = self._stopped | over
         taken = finite & ~self._stopped
         self.any_taken = self.any_taken | taken
         return taken, self._stopped, finite
@@ -155,7 +160,7 @@ class PPOAgent(Stateful):
     """
 
     STATE = ("policy", "optimizer", "generator", "moments", "version")
-    DERIVED = ("buffer", "_entropy", "_exploration", "_annealed")  # set in every round
+    DERIVED = ("buffer", "_weights", "_annealed")  # set again in every round
 
     def __init__(
         self,
@@ -180,32 +185,23 @@ class PPOAgent(Stateful):
                 f"{buffer.num_envs} environments. Use at most one per environment."
             )
         self.device = policy.value_mean.device
+        keep_freed_memory()
         # Frozen parameters too, because they may be unfrozen later.
         self.parameters = [*policy.parameters()]
-        self.optimizer = torch.optim.Adam(
-            self.parameters, lr=config.learning_rate, eps=1e-5, fused=True
-        )
-        for parameter in self.parameters:  # so that the state can always be saved
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), device=self.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self.optimizer = ClippingAdam(self.parameters, config.learning_rate)
         self.generator = Generator().manual_seed(rng_seed)
         self.moments = ReturnMoments.none(self.device)
         self.version = 0
-        self._full_entropy = self._entropy = torch.tensor(
+        self._full_entropy = torch.tensor(
             [
                 config.entropy_of(name, is_number=is_number)
                 for name, is_number in zip(heads, numeric, strict=True)
             ],
             device=self.device,
         )
-        self._full_exploration = self._exploration = None
-        if config.exploration_coef > 0.0:
-            is_choice = ~torch.tensor(numeric, device=self.device)
-            self._full_exploration = config.exploration_coef * is_choice.float()
-            self._exploration = self._full_exploration
+        is_choice = ~torch.tensor(numeric, device=self.device)
+        self._full_exploration = config.exploration_coef * is_choice.float()
+        self._weights = self._loss_weights(1.0)
 
     def anneal(self, factor: float, clip_factor: float = 1.0) -> None:
         """Scale learning rate and bonuses, and the clip range."""
@@ -218,9 +214,12 @@ class PPOAgent(Stateful):
         self._annealed = replace(self.config, clip_range=clip)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
-        self._entropy = factor * self._full_entropy
-        if self._full_exploration is not None:
-            self._exploration = factor**3 * self._full_exploration
+        self._weights = self._loss_weights(factor)
+
+    def _loss_weights(self, factor: float) -> Tensor:
+        """Weights of the terms of the loss at some factor of the schedule."""
+        bonuses = factor * self._full_entropy, factor**3 * self._full_exploration
+        return loss_weights(self.config, *bonuses)
 
     def update(self) -> UpdateRecord:
         """Train the policy on the rollout, reset the buffer and return diagnostics.
@@ -256,11 +255,11 @@ class PPOAgent(Stateful):
         old_units = [tensor.detach().clone() for tensor in units]
         self._adopt_statistics(batch)
         explained = explained_variance(batch)
-        batch = self._normalized(batch)
+        targets = self._targets(batch)
         rows: list[Tensor] = []
         for _ in range(config.epochs):
             guard.start_epoch()
-            for part in batch.minibatches(config.minibatches, self.generator):
+            for part in targets.minibatches(config.minibatches, self.generator):
                 rows.append(self.step(part, guard))
             if guard.known_stopped():
                 break
@@ -289,40 +288,43 @@ class PPOAgent(Stateful):
         )
         return replace(batch, advantages=advantages)
 
-    def _normalized(self, batch: SequenceBatch) -> SequenceBatch:
-        """Normalise the advantages; split the rows into steps if wanted."""
+    def _targets(self, batch: SequenceBatch) -> Targets:
+        """Normalise the numbers of a batch; split its rows into steps if wanted."""
         least = self.config.advantage_floor * self.moments.scale()
         advantages = normalize_advantages(batch.advantages, batch.valid_mask, least)
-        batch = replace(batch, advantages=advantages)
-        return batch.single_steps() if self._single_steps else batch
-
-    def step(self, part: SequenceBatch, guard: Guard) -> Float[Tensor, " metric"]:
-        """Take one optimiser step unless the guard rejects it; return its metrics."""
         mean, scale = self.policy.value_mean, self.policy.value_scale
-        logits, values = self.policy.evaluate_actions(
-            part.features, part.actions, part.episode_start, part.state
+        batch = replace(
+            batch,
+            advantages=advantages,
+            returns=(batch.returns - mean) / scale,
+            values=(batch.values - mean) / scale,
+            group_size=1,
         )
-        targets, old = ((x - mean) / scale for x in (part.returns, part.values))
+        return Targets.of(batch.single_steps() if self._single_steps else batch)
+
+    def step(self, part: Targets, guard: Guard) -> Float[Tensor, " metric"]:
+        """Take one optimiser step unless the guard rejects it; return its metrics."""
+        batch = part.batch
+        logits, values = self.policy.evaluate_actions(
+            batch.features, batch.actions, batch.episode_start, batch.state
+        )
         if logits.requires_grad:  # False if these parameters are frozen
             logits.retain_grad()
-        new = evaluate_choices(logits, values, part.masks, part.actions, self._family)
-        bonuses = self._entropy, self._exploration
-        terms = ppo_terms(new, part, targets, old, self._annealed, *bonuses)
+        new = evaluate_choices(logits, values, batch.masks, batch.actions, self._family)
+        terms = ppo_terms(new, part, self._annealed, self._weights)
         if not terms.loss.requires_grad:
             raise InvalidStateError(
                 "the loss does not require grad. Unfreeze some parameters."
             )
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.forget_gradients()
         terms.loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        steps, loss = part.valid_mask.sum(), terms.loss.detach()
-        flags = guard.check(terms.kl.sum(), steps, loss, grad_norm)
-        # Fused Adam changes nothing where this is 1.
-        self.optimizer.found_inf = (~flags[0]).to(torch.float32)  # type: ignore[attr-defined]
-        self.optimizer.step()
-        slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
-        lengths = slopes.square().sum(dim=(0, 1)).sum(dim=-1).sqrt()
-        return step_row(terms, grad_norm, lengths, flags)
+        with torch.no_grad():
+            norm, steps = self.optimizer.gradient_norm(), terms.counts[0]
+            flags = guard.check(terms.total_kl, steps, terms.loss, norm)
+            self.optimizer.move(norm, self.config.max_grad_norm, flags[0])
+            slopes = torch.zeros_like(logits) if logits.grad is None else logits.grad
+            lengths = torch.linalg.vector_norm(slopes, dim=(0, 1, 3))
+            return step_row(terms, norm, lengths, flags)
 
     def _adopt_statistics(self, batch: SequenceBatch) -> None:
         """Update the return statistics and rescale the value head to match."""

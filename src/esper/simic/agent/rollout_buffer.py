@@ -12,7 +12,9 @@ because a check would stall other devices. A rejected step is not counted.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch import Generator, Tensor
 
 from esper.contracts.checks import require_int, require_number
 from esper.contracts.devices import (
+    Tree,
     map_tensors,
     require_tensor,
     to_device,
@@ -116,10 +119,23 @@ class SequenceBatch:
 
         The order is drawn from `generator`, on the CPU, before this returns.
         """
-        count = min(count, self.num_envs)
-        order = torch.randperm(self.num_envs, generator=generator)
-        order = to_device(order, self.valid_mask.device)  # one copy for all parts
-        return (self.select(part) for part in order.tensor_split(count))
+        return shuffled(replace(self, group_size=1), self.valid_mask, count, generator)
+
+
+def shuffled(
+    tree: Tree, like: Tensor, count: int, generator: Generator
+) -> Iterator[Tree]:
+    """Split the rows of all tensors at random, as `SequenceBatch.minibatches`.
+
+    `like` is one of the tensors. Rows are copied once, so parts are views.
+    """
+    rows = like.shape[0]
+    order = torch.randperm(rows, generator=generator)
+    order = to_device(order, like.device)
+    mixed = map_tensors(lambda x: x.index_select(0, order), tree)
+    size, longer = divmod(rows, count := min(count, rows))
+    ends = [size * part + min(part, longer) for part in range(count + 1)]
+    return (map_tensors(itemgetter(slice(*part)), mixed) for part in pairwise(ends))
 
 
 class Field(NamedTuple):
