@@ -93,11 +93,13 @@ def objective(
     value_clip: float | None,
     value_weight: float,
     entropy_weights: list[float],
+    exploration_weights: list[float],
 ) -> Expected:
     """The whole objective over real steps, one step and one head at a time."""
     gains, errors, outside = [], [], []
     head_kl = [0.0] * heads
     shares: list[list[float]] = [[] for _ in range(heads)]
+    logs: list[list[float]] = [[] for _ in range(heads)]
     for step in steps:
         ratios = []
         for choice in step.choices:
@@ -106,6 +108,7 @@ def objective(
             ratios.append(math.exp(now - was))
             head_kl[choice.head] += kl(choice.old_log_probs, new)
             shares[choice.head].append(entropy(new) / math.log(len(new)))
+            logs[choice.head].append(math.fsum(new) / len(new))
         gains.append(gain(ratios, step.advantage, clip, mode))
         outside.append(abs(math.prod(ratios) - 1.0) > clip)
         errors.append(value_error(step.value, step.target, step.old_value, value_clip))
@@ -115,7 +118,8 @@ def objective(
     value_loss = math.fsum(errors) / count
     bonus = math.fsum(
         weight * math.fsum(share) / count
-        for weight, share in zip(entropy_weights, shares, strict=True)
+        for weights, of in ((entropy_weights, shares), (exploration_weights, logs))
+        for weight, share in zip(weights, of, strict=True)
     )
     return Expected(
         loss=policy_loss + value_weight * value_loss - bonus,

@@ -38,8 +38,10 @@ USED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     ],
 )
 def test_numbers_have_no_entropy_bonus_unless_asked_for(options, expected):
-    agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options)
-    assert (-agent.agent._weights[-4:]).tolist() == pytest.approx(expected)
+    agent = PPO(lambda: Workshop(TOOLS), **SMALL, **options, exploration_coef=0.5)
+    entropy, exploration = (-agent.agent._weights[-8:]).chunk(2)
+    assert entropy.tolist() == pytest.approx(expected)
+    assert exploration.tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
 class Workshop(gymnasium.Env):
@@ -166,7 +168,7 @@ def test_a_number_that_the_tool_does_not_use_has_no_part(autoregressive):
     new = evaluated(agent, batch)
     config, values = PPOConfig(clip_range=9.0), torch.randn(batch.values.shape)
     targets = Targets.of(replace(batch, returns=values, values=values))
-    weights = loss_weights(config, torch.full((4,), 0.01))
+    weights = loss_weights(config, torch.full((4,), 0.01), torch.zeros(4))
     terms = ppo_terms(new, targets, config, weights)
     terms.loss.backward()
     slopes = new.logits.grad.abs().amax(dim=-1)

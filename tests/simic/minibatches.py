@@ -20,13 +20,16 @@ from tests.references import ppo as reference
 CHOICES = 6
 
 
-def weights(mode="joint", value=0.5, value_clip=None, entropy=0.01, clip=0.2):
-    """Settings, and the entropy weight of each head."""
+def weights(
+    mode="joint", value=0.5, value_clip=None, entropy=0.01, clip=0.2, exploration=0.0
+):
+    """Settings, and the weights of entropy and exploration of each head."""
     if not isinstance(entropy, torch.Tensor):
         entropy = entropy * (1.0 + torch.arange(NUM_HEADS))
-    return PPOConfig(
+    config = PPOConfig(
         clip_range=clip, clip_mode=mode, value_coef=value, value_clip=value_clip
-    ), entropy
+    )
+    return config, entropy, exploration * (1.0 + torch.arange(NUM_HEADS))
 
 
 class Case:
@@ -77,8 +80,7 @@ class Case:
             normalized_values=self.values if values is None else values,
         )
         batch = replace(self.batch, returns=self.targets, values=self.old_values)
-        config, entropy = settings
-        return ppo_terms(new, Targets.of(batch), config, loss_weights(config, entropy))
+        return ppo_terms(new, Targets.of(batch), settings[0], loss_weights(*settings))
 
     def twice(self):
         """Have every environment twice, one batch after the other."""
@@ -109,4 +111,5 @@ class Case:
             value_clip=settings[0].value_clip,
             value_weight=settings[0].value_coef,
             entropy_weights=settings[1].tolist(),
+            exploration_weights=settings[2].tolist(),
         )

@@ -32,7 +32,7 @@ def test_the_objective_equals_the_float64_sums(mode, value_clip):
     for rng_seed in range(70):
         envs, time = 1 + rng_seed % 3, 1 + rng_seed % 5
         case = Case(rng_seed, envs, time, scale=[0.05, 0.3, 1.0][rng_seed % 3])
-        settings = weights(mode, value_clip=value_clip, value=0.7)
+        settings = weights(mode, value_clip=value_clip, value=0.7, exploration=0.02)
         terms, expected = case.terms(settings), case.expected(settings)
         for name in vars(expected):
             assert_close(
@@ -50,7 +50,7 @@ def test_gradients_of_the_objective_are_those_of_its_value(mode):
     case = Case(5, envs=2, time=2, scale=0.02)
     logits = case.logits.double().requires_grad_()
     values = case.values.double().requires_grad_()
-    settings = weights(mode, entropy=0.3, value_clip=0.3)
+    settings = weights(mode, entropy=0.3, value_clip=0.3, exploration=0.2)
     assert gradcheck(
         lambda x, v: case.terms(settings, x, v).loss, (logits, values), atol=1e-5
     )
@@ -73,6 +73,24 @@ def test_t11_steps_on_which_a_head_is_closed_weigh_its_gain_and_entropy_alike():
     assert_close(grads[1], grads[0] / 2)
     assert_close(terms[1].entropy[4], terms[0].entropy[4])
     assert_close(terms[1].openness[4], terms[0].openness[4] / 2)
+
+
+@pytest.mark.parametrize("gap", [5.0, 10.0, 20.0])
+def test_exploration_brings_back_improbable_choices_where_entropy_does_not(gap):
+    """The slope of the bonus at an improbable choice is near 1 / choices."""
+    logits = torch.zeros(1, 1, NUM_HEADS, CHOICES)
+    logits[..., 0] = gap
+    everything = torch.ones(1, 1, NUM_HEADS, CHOICES, dtype=torch.bool)
+    nothing = torch.zeros(1, 1)
+    slopes = []
+    for bonus in ({"exploration": 1.0}, {"exploration": 0.0, "entropy": 1.0}):
+        case = Case(0, 1, 1, masks=everything, advantages=nothing, valid=nothing == 0)
+        given = logits.clone().requires_grad_()
+        case.terms(weights(**({"entropy": 0.0} | bonus)), given).loss.backward()
+        slopes.append(-given.grad[0, 0, 0])
+    probability = torch.softmax(logits[0, 0, 0], 0)
+    assert_close(slopes[0], 1 / CHOICES - probability)
+    assert slopes[1][1] < 2 * (gap + 2) * probability[1]
 
 
 def test_t16_heads_forced_on_every_step_give_finite_terms_and_no_gradient():

@@ -31,7 +31,8 @@ def terms_of(agent, batch):
     policy = agent.policy
     new = evaluate_batch(policy, batch)
     config, entropy = PPOConfig(), torch.full((8,), 0.1)
-    return ppo_terms(new, Targets.of(batch), config, loss_weights(config, entropy))
+    weights = loss_weights(config, entropy, torch.zeros(8))
+    return ppo_terms(new, Targets.of(batch), config, weights)
 
 
 def refilled(agent):
@@ -274,14 +275,19 @@ def test_later_statistics_move_no_prediction():
     assert_close(values, batch.values, rtol=1e-4, atol=1e-4)
 
 
-def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
-    agent = agent_with_rollout(learning_rate=0.5, head_entropy={"slot": 0.3})
+def test_annealing_scales_learning_rate_and_bonuses_of_the_configuration():
+    agent = agent_with_rollout(
+        learning_rate=0.5, head_entropy={"slot": 0.3}, exploration_coef=2.0
+    )
+    assert_close(-agent._weights[-8:], torch.full((8,), 2.0))
     agent.anneal(0.5)
     agent.anneal(0.1)
     assert agent.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     expected = [0.001] * 8
     expected[HEAD["slot"]] = 0.03
-    assert_close(-agent._weights[-8:], torch.tensor(expected))
+    entropy, exploration = (-agent._weights[-16:]).chunk(2)
+    assert_close(entropy, torch.tensor(expected))
+    assert_close(exploration, torch.full((8,), 0.002))
 
 
 @pytest.mark.parametrize(
@@ -303,6 +309,7 @@ def test_annealing_scales_learning_rate_and_entropy_of_the_configuration():
         ({"entropy_coef": -0.1}, "entropy_coef must be finite, not negative, got -0.1"),
         ({"value_coef": math.nan}, "value_coef must be finite, not negative, got nan"),
         ({"value_norm_decay": 1.5}, r"value_norm_decay must be in \[0, 1\], got 1.5"),
+        ({"exploration_coef": -1.0}, "exploration_coef must be finite, from 0, got -1"),
         ({"advantage_floor": -1.0}, "advantage_floor must be finite, from 0, got -1.0"),
         ({"value_clip": 0.0}, "value_clip must be positive or None, got 0.0"),
         ({"clip_mode": "both"}, "clip_mode must be one of .*joint.*, got 'both'"),

@@ -18,7 +18,6 @@ preference, depend on the op's choice; they need neither.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -266,7 +265,7 @@ class SpacePolicy(nn.Module):
         """What may be chosen with an op; one choice for heads it does not use."""
         rows = masks
         if masks.ndim == 4:
-            rows = masks[torch.arange(len(op), device=op.device), op]
+            rows = masks[torch.arange(op.shape[0], device=op.device), op]
         if self._relevant is not None:
             uses = self._relevant.index_select(0, op).unsqueeze(2)
             # The first legal choice, or choice 0 if none is legal with this op.
@@ -346,7 +345,7 @@ class SpacePolicy(nn.Module):
         if flat.shape[1] == heads * width:
             return flat.view(-1, heads, width)
         if numbers:
-            deviations = self.log_deviation.expand(len(flat), -1)
+            deviations = self.log_deviation.expand(flat.shape[0], -1)
             flat = torch.cat((flat, deviations), dim=1)
         padded: Tensor = self._padded(flat.T).T.unflatten(1, (heads, width))
         return padded
@@ -416,7 +415,12 @@ class _Tanh(torch.autograd.Function):
         return slope
 
 
-tanh: Final[Callable[[Tensor], Tensor]] = _Tanh.apply
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent."""
+    if torch.compiler.is_compiling():  # the exporter knows no functions of our own
+        return torch.tanh(x)
+    y: Tensor = _Tanh.apply(x)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _places(spec: SpaceSpec) -> Array:

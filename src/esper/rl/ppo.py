@@ -146,6 +146,8 @@ class PPO(Stateful):
             maximum, those of numbers are in bits. None: 0.01 for choices, 0 for
             numbers.
         head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
+        exploration_coef: Coefficient of -KL(uniform || policy) of choices, which keeps
+            all legal choices possible. It falls with the cube of `schedule`.
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
@@ -194,12 +196,13 @@ class PPO(Stateful):
         gae_lambda: float = 0.95,
         learning_rate: float = 5e-3,
         epochs: int = 4,
-        minibatches: int = 8,
+        minibatches: int = 4,
         clip_range: float = 0.2,
         clip_mode: ClipMode = "joint",
         target_kl: float = 0.03,
         entropy_coef: float | None = None,
         head_entropy: Mapping[str, float] = MappingProxyType({}),
+        exploration_coef: float = 0.006,
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,

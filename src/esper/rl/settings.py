@@ -33,7 +33,7 @@ FALLS: Final[dict[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
 }
 """How much of the way to `end_factor` is done at some progress from 0 to 1."""
-MANY_ENVS: Final = 32
+MANY_ENVS: Final = 64
 FEW_ENVS: Final = 16
 ROLLOUT: Final = 2048
 """Steps of all environments between two updates, by default."""
@@ -61,7 +61,7 @@ class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
     learning_rate: float = 5e-3
-    minibatches: int = 8
+    exploration_coef: float = 0.006
     advantage_floor: float = 0.1
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
@@ -189,6 +189,7 @@ class Changes(TypedDict, total=False):
     target_kl: float
     entropy_coef: float | None
     head_entropy: Mapping[str, float]
+    exploration_coef: float
     value_coef: float
     value_clip: float | None
     value_norm_decay: float

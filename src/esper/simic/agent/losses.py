@@ -11,6 +11,11 @@ not depend on how often it is open. Padding is masked before any arithmetic. The
 of a number is divided by log 2, so it is in bits: twice the deviation is 1 more, as are
 two equal choices instead of one. It has no bounds, so by default it earns nothing.
 
+The gradient of the entropy vanishes with the probability of a choice, so it does not
+bring back a choice that became improbable where nothing could be gained yet. The
+gradient of the exploration bonus, the mean log-probability of the legal choices
+(-KL(uniform || π) but for a constant), does not vanish.
+
 If the environments of a group share random numbers, the mean advantage of the others in
 the group is subtracted from each advantage. It does not depend on the environment's own
 action, so it is a baseline.
@@ -63,6 +68,9 @@ class PPOConfig:
     1, those of numbers are in bits. none: 0.01 for choices, 0 for numbers."""
     head_entropy: Mapping[str, float] = field(default_factory=dict)
     """Entropy coefficients of single heads, which override entropy_coef."""
+    exploration_coef: float = 0.0
+    """Coefficient of -KL(uniform || policy) of choices, which keeps all choices
+    possible. It falls with the cube of the schedule."""
     value_coef: float = 0.5
     """Value loss coefficient."""
     value_clip: float | None = None
@@ -97,6 +105,7 @@ class PPOConfig:
             ("target_kl", self.target_kl > 0.0, "positive"),
             ("entropy_coef", _are_weights(entropy), "finite, not negative"),
             ("head_entropy", _are_weights(*weights), "finite, not negative"),
+            ("exploration_coef", _are_weights(self.exploration_coef), "finite, from 0"),
             ("value_coef", _are_weights(self.value_coef), "finite, not negative"),
             ("value_clip", clip is None or clip > 0.0, "positive or None"),
             ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "in [0, 1]"),
@@ -139,7 +148,9 @@ class Targets:
     """Its advantages, returns and values are normalised."""
     is_open: Bool[Tensor, "env time head"]
     entropy_scale: Float[Tensor, "env time head"]
-    """Divides the entropy of an open head by the log of its legal choices."""
+    """1 over the log of the legal choices of an open head."""
+    share: Float[Tensor, "env time head"]
+    """1 over the legal choices."""
     counted: Bool[Tensor, "env time term"]
     """Steps that each term is summed over."""
 
@@ -153,7 +164,8 @@ class Targets:
             batch=batch,
             is_open=is_open,
             entropy_scale=1.0 / legal.clamp(min=2).log(),
-            counted=torch.cat((shared, is_open, is_open), dim=-1),
+            share=1.0 / legal.clamp(min=1),
+            counted=torch.cat((shared, is_open, is_open, is_open), dim=-1),
         )
 
     def minibatches(self, count: int, generator: Generator) -> Iterator["Targets"]:
@@ -182,12 +194,13 @@ def ppo_terms(
     values = new.normalized_values
     error = value_error(values, batch.returns, batch.values, config.value_clip)
     entropy = new.family.entropy(new.distribution) * targets.entropy_scale
+    spread = new.distribution.sum(dim=-1) * targets.share  # 0 where illegal
     with torch.no_grad():
         outside = (ratio - 1.0).abs() > config.clip_range
         clamped = (log_ratio != raw).any(dim=-1) | (joint != whole)
         kl = new.family.kl(batch.distribution, new.distribution, batch.masks)
     shared = torch.stack((gain, error, outside, clamped), dim=-1)
-    terms = torch.cat((shared, kl, entropy), dim=-1)
+    terms = torch.cat((shared, kl, entropy, spread), dim=-1)
     # Select, do not multiply: terms of padding may be NaN.
     sums = torch.where(targets.counted, terms, 0.0).sum(dim=(0, 1))
     counts = targets.counted.sum(dim=(0, 1))
@@ -196,13 +209,15 @@ def ppo_terms(
 
 
 def loss_weights(
-    config: PPOConfig, entropy_weights: Float[Tensor, " head"]
+    config: PPOConfig,
+    entropy: Float[Tensor, " head"],
+    exploration: Float[Tensor, " head"],
 ) -> Float[Tensor, " term"]:
-    """Return the weight of each term in the loss."""
+    """Return the weight of each term in the loss, given those of the two bonuses."""
     shared = dict.fromkeys(SHARED_TERMS, 0.0)
     shared |= {"gain": -1.0, "value_error": config.value_coef}
-    first = entropy_weights.new_tensor([*shared.values()])
-    return torch.cat((first, torch.zeros_like(entropy_weights), -entropy_weights))
+    first = entropy.new_tensor([*shared.values()])
+    return torch.cat((first, torch.zeros_like(entropy), -entropy, -exploration))
 
 
 def surrogate(

@@ -24,7 +24,8 @@ FLAGS: Final = ("taken", "stopped", "finite")
 class Diagnostics:
     """Sums of the terms of minibatches, and what they say.
 
-    Terms are `SHARED_TERMS`, then the KL of each head, then the entropy of each head.
+    Terms are `SHARED_TERMS`, then for each head the KL, the entropy, and the mean
+    log-probability of its legal choices.
     """
 
     sums: Any
@@ -80,9 +81,9 @@ class Diagnostics:
         return self.counts[..., 0].clip(min=1)
 
     def _heads(self, block: int) -> slice:
-        """Where one of the two terms of all heads is."""
+        """Where a term of all heads is."""
         shared = len(SHARED_TERMS)
-        heads = (self.sums.shape[-1] - shared) // 2
+        heads = (self.sums.shape[-1] - shared) // 3
         return slice(shared + block * heads, shared + (block + 1) * heads)
 
 
@@ -159,7 +160,7 @@ def read_record(
     flat = torch.cat([*rows, explained_variance.detach().reshape(1)])
     host = flat.to("cpu", copy=True).numpy()  # the one read of an update
     table, explained = host[:-1].reshape(len(rows), -1), float(host[-1])
-    terms = len(SHARED_TERMS) + 2 * len(head_names)
+    terms = len(SHARED_TERMS) + 3 * len(head_names)
     widths = np.cumsum((terms, terms, len(head_names), 1))
     sums, counts, lengths, norm, flags = np.split(table, widths, axis=1)
     taken, stopped, finite = flags.T > 0
