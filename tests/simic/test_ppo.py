@@ -31,9 +31,8 @@ def terms_of(agent, batch):
     policy = agent.policy
     new = evaluate_batch(policy, batch)
     config, entropy = PPOConfig(), torch.full((8,), 0.1)
-    return ppo_terms(
-        new, Targets.of(batch), config, loss_weights(config, entropy, 0 * entropy)
-    )
+    weights = loss_weights(config, entropy, torch.zeros(8))
+    return ppo_terms(new, Targets.of(batch), config, weights)
 
 
 def refilled(agent):
@@ -286,8 +285,9 @@ def test_annealing_scales_learning_rate_and_bonuses_of_the_configuration():
     assert agent.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     expected = [0.001] * 8
     expected[HEAD["slot"]] = 0.03
-    assert_close(-agent._weights[-16:-8], torch.tensor(expected))
-    assert_close(-agent._weights[-8:], torch.full((8,), 0.002))
+    entropy, exploration = (-agent._weights[-16:]).chunk(2)
+    assert_close(entropy, torch.tensor(expected))
+    assert_close(exploration, torch.full((8,), 0.002))
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ class Targets:
     """Its advantages, returns and values are normalised."""
     is_open: Bool[Tensor, "env time head"]
     entropy_scale: Float[Tensor, "env time head"]
-    """Divides the entropy of an open head by the log of its legal choices."""
+    """1 over the log of the legal choices of an open head."""
     share: Float[Tensor, "env time head"]
-    """One over the number of legal choices."""
+    """1 over the legal choices."""
     counted: Bool[Tensor, "env time term"]
     """Steps that each term is summed over."""
 
@@ -164,7 +164,7 @@ class Targets:
             batch=batch,
             is_open=is_open,
             entropy_scale=1.0 / legal.clamp(min=2).log(),
-            share=1.0 / legal,
+            share=1.0 / legal.clamp(min=1),
             counted=torch.cat((shared, is_open, is_open, is_open), dim=-1),
         )
 
@@ -194,13 +194,13 @@ def ppo_terms(
     values = new.normalized_values
     error = value_error(values, batch.returns, batch.values, config.value_clip)
     entropy = new.family.entropy(new.distribution) * targets.entropy_scale
-    evenness = new.distribution.sum(dim=-1) * targets.share  # 0 where illegal
+    spread = new.distribution.sum(dim=-1) * targets.share  # 0 where illegal
     with torch.no_grad():
         outside = (ratio - 1.0).abs() > config.clip_range
         clamped = (log_ratio != raw).any(dim=-1) | (joint != whole)
         kl = new.family.kl(batch.distribution, new.distribution, batch.masks)
     shared = torch.stack((gain, error, outside, clamped), dim=-1)
-    terms = torch.cat((shared, kl, entropy, evenness), dim=-1)
+    terms = torch.cat((shared, kl, entropy, spread), dim=-1)
     # Select, do not multiply: terms of padding may be NaN.
     sums = torch.where(targets.counted, terms, 0.0).sum(dim=(0, 1))
     counts = targets.counted.sum(dim=(0, 1))
@@ -210,15 +210,14 @@ def ppo_terms(
 
 def loss_weights(
     config: PPOConfig,
-    entropy_weights: Float[Tensor, " head"],
-    exploration_weights: Float[Tensor, " head"],
+    entropy: Float[Tensor, " head"],
+    exploration: Float[Tensor, " head"],
 ) -> Float[Tensor, " term"]:
-    """Return the weight of each term in the loss."""
+    """Return the weight of each term in the loss, given those of the two bonuses."""
     shared = dict.fromkeys(SHARED_TERMS, 0.0)
     shared |= {"gain": -1.0, "value_error": config.value_coef}
-    first = entropy_weights.new_tensor([*shared.values()])
-    kl = torch.zeros_like(entropy_weights)
-    return torch.cat((first, kl, -entropy_weights, -exploration_weights))
+    first = entropy.new_tensor([*shared.values()])
+    return torch.cat((first, torch.zeros_like(entropy), -entropy, -exploration))
 
 
 def surrogate(

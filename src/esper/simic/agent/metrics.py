@@ -24,8 +24,8 @@ FLAGS: Final = ("taken", "stopped", "finite")
 class Diagnostics:
     """Sums of the terms of minibatches, and what they say.
 
-    Terms are `SHARED_TERMS`, then KL, entropy, and evenness of each head. The last is
-    the mean log-probability of the legal choices.
+    Terms are `SHARED_TERMS`, then for each head the KL, the entropy, and the mean
+    log-probability of its legal choices.
     """
 
     sums: Any
@@ -81,7 +81,7 @@ class Diagnostics:
         return self.counts[..., 0].clip(min=1)
 
     def _heads(self, block: int) -> slice:
-        """Where one of the three terms of all heads is."""
+        """Where a term of all heads is."""
         shared = len(SHARED_TERMS)
         heads = (self.sums.shape[-1] - shared) // 3
         return slice(shared + block * heads, shared + (block + 1) * heads)

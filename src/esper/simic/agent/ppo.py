@@ -174,7 +174,7 @@ class PPOAgent(Stateful):
         self.policy = policy
         self.buffer = buffer
         self._single_steps = single_steps
-        self.config = self._annealed = config = config or PPOConfig()
+        self.config = config = config or PPOConfig()
         _require_match(policy, buffer)
         heads, numeric = policy.spec.head_names, policy.spec.numeric
         self._family = family_of(numeric)
@@ -201,7 +201,7 @@ class PPOAgent(Stateful):
         )
         is_choice = ~torch.tensor(numeric, device=self.device)
         self._full_exploration = config.exploration_coef * is_choice.float()
-        self._weights = self._loss_weights(1.0)
+        self.anneal(1.0)
 
     def anneal(self, factor: float, clip_factor: float = 1.0) -> None:
         """Scale learning rate and bonuses, and the clip range."""
@@ -214,12 +214,11 @@ class PPOAgent(Stateful):
         self._annealed = replace(self.config, clip_range=clip)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
-        self._weights = self._loss_weights(factor)
-
-    def _loss_weights(self, factor: float) -> Tensor:
-        """Weights of the terms of the loss at some factor of the schedule."""
-        bonuses = factor * self._full_entropy, factor**3 * self._full_exploration
-        return loss_weights(self.config, *bonuses)
+        self._weights = loss_weights(
+            self.config,
+            factor * self._full_entropy,
+            factor**3 * self._full_exploration,
+        )
 
     def update(self) -> UpdateRecord:
         """Train the policy on the rollout, reset the buffer and return diagnostics.
