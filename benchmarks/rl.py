@@ -8,7 +8,8 @@ RecurrentPPO and MaskablePPO of sb3-contrib, with their own defaults but for lay
 
 A return is that of the episodes that ended in one of twenty parts of the training,
 choices drawn, the last part being the final return. Everything is counted by a wrapper
-that is the same for all sides. CPU-seconds are those of the whole training.
+that is the same for all sides. CPU-seconds are those of the whole training. `greedy` is
+the mean return of 100 episodes after the training with the likeliest choices.
 
 A training that is done is one line of `--ledger` and is not done again: the command can
 be stopped at any time. `--minutes` ends it after the training that is under way.
@@ -80,6 +81,8 @@ class Training:
     cpu_seconds: float
     curve: list[float | None]
     """Mean return of the episodes that ended in each part."""
+    greedy: float | None = None
+    """Mean return of 100 episodes with the likeliest choices."""
 
 
 class Counter:
@@ -198,13 +201,16 @@ def train(name: str, side: str, seed: int, steps: int) -> Training:
     def make() -> Env[Any, Any]:
         return Counted(task.make(), counter)
 
-    began = process_time()
+    began, greedy = process_time(), None
     if side == OURS:
-        PPO(make, seed=seed, **task.options).learn(steps)
+        agent = PPO(make, seed=seed, **task.options).learn(steps)
     else:
         _peer(side, make, seed).learn(steps)
     took = round(process_time() - began, 2)
-    return Training(name, side, seed, steps, took, counter.curve(steps))
+    curve = counter.curve(steps)
+    if side == OURS:
+        greedy = round(agent.evaluate(100, env=task.make).mean, 4)
+    return Training(name, side, seed, steps, took, curve, greedy)
 
 
 def _peer(side: str, make: Make, seed: int) -> Any:  # noqa: ANN401
@@ -228,8 +234,14 @@ def report(trainings: Sequence[Training]) -> Report:
     """Final returns and CPU-seconds."""
     found = Report(
         "Learning with default settings",
-        ("task", "side", "seeds", "steps", "final return", "from", "to", "CPU-seconds"),
-        notes=["final return: mean of the last twentieth; 95 % bootstrap intervals"],
+        (
+            *("task", "side", "seeds", "steps", "final return", "from", "to"),
+            *("lowest", "greedy", "CPU-seconds"),
+        ),
+        notes=[
+            "final return: mean of the last twentieth; 95 % bootstrap intervals; lowest: "
+            "of the random seeds; greedy: after training, with the likeliest choices"
+        ],
     )
     for task in TASKS:
         for side, group in _sides(trainings, task).items():
@@ -237,7 +249,9 @@ def report(trainings: Sequence[Training]) -> Report:
             middle = mean_interval([finals])
             bounds = (middle.low, middle.high) if len(group) > 1 else (None, None)
             seconds = float(np.mean([t.cpu_seconds for t in group]))
-            figures = (middle.estimate, *bounds, seconds)
+            after = [t.greedy for t in group if t.greedy is not None]
+            greedy = float(np.mean(after)) if after else None
+            figures = (middle.estimate, *bounds, finals.min(), greedy, seconds)
             found.add(task, side, len(group), f"{group[0].steps:,}", *figures)
     return found
 

@@ -287,7 +287,7 @@ def test_annealing_scales_learning_rate_and_bonuses_of_the_configuration():
     expected[HEAD["slot"]] = 0.03
     entropy, exploration = (-agent._weights[-16:]).chunk(2)
     assert_close(entropy, torch.tensor(expected))
-    assert_close(exploration, torch.full((8,), 0.002))
+    assert_close(exploration, torch.full((8,), 0.02))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class PPO(Stateful):
         env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make. None: those that `env` has, else 32
+        num_envs: How many environments to make. None: those that `env` has, else 64
             without memory and 16 with memory.
         vectorization: Where environments run. "sync": in this process; "async": in
             other processes; "native": the vector environment that the id registers.
@@ -147,14 +147,14 @@ class PPO(Stateful):
             numbers.
         head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
         exploration_coef: Coefficient of -KL(uniform || policy) of choices, which keeps
-            all legal choices possible. It falls with the cube of `schedule`.
+            all legal choices possible. It falls with the square of `schedule`.
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
         advantage_floor: Smallest deviation that advantages are divided by, in standard
             deviations of returns.
         max_grad_norm: Maximum norm of the gradient.
-        schedule: How learning rate and entropy coefficients move during `learn`:
+        schedule: How learning rate and bonuses move during `learn`:
             "linear", "cosine" or "constant", or a function that returns their factor
             at a progress from 0 to 1.
         clip_schedule: The same for the clip range.
@@ -365,7 +365,7 @@ class PPO(Stateful):
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
-            reset_num_timesteps: Start learning rate, entropy coefficients, `env_steps`
+            reset_num_timesteps: Start learning rate, bonuses, `env_steps`
                 and the curve of `plot` again as in a new agent. Weights and statistics
                 are kept.
             progress: Show a progress bar.

@@ -66,7 +66,7 @@ class PPOSettings(PPOConfig):
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = cast("int", None)
-    """Number of parallel environments; 32 without memory, 16 with memory."""
+    """Number of parallel environments; 64 without memory, 16 with memory."""
     rollout_steps: Count = cast("int", None)
     """Steps per environment between two updates; 2048 in all environments together."""
     vectorization: Vectorization = "sync"

@@ -70,7 +70,7 @@ class PPOConfig:
     """Entropy coefficients of single heads, which override entropy_coef."""
     exploration_coef: float = 0.0
     """Coefficient of -KL(uniform || policy) of choices, which keeps all choices
-    possible. It falls with the cube of the schedule."""
+    possible. It falls with the square of the schedule."""
     value_coef: float = 0.5
     """Value loss coefficient."""
     value_clip: float | None = None

@@ -217,7 +217,7 @@ class PPOAgent(Stateful):
         self._weights = loss_weights(
             self.config,
             factor * self._full_entropy,
-            factor**3 * self._full_exploration,
+            factor**2 * self._full_exploration,
         )
 
     def update(self) -> UpdateRecord:
