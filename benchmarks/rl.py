@@ -239,8 +239,8 @@ def report(trainings: Sequence[Training]) -> Report:
             *("lowest", "greedy", "CPU-seconds"),
         ),
         notes=[
-            "final return: mean of the last twentieth; 95 % bootstrap intervals; lowest: "
-            "of the random seeds; greedy: after training, with the likeliest choices"
+            "final return: mean of the last twentieth; 95 % bootstrap intervals; "
+            "lowest: of the random seeds; greedy: after training, likeliest choices"
         ],
     )
     for task in TASKS:
