@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "the sign of the entropy bonus",
         "simic/agent/losses.py",
-        "zeros_like(entropy_weights), -entropy_weights",
-        "zeros_like(entropy_weights), entropy_weights",
+        "zeros_like(entropy), -entropy",
+        "zeros_like(entropy), entropy",
         LOSSES,
     ),
     Mutant(
