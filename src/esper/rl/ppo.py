@@ -138,6 +138,7 @@ class PPO(Stateful):
         epochs: Passes over each rollout.
         minibatches: Minibatches per pass. Each has steps drawn from the whole rollout;
             with memory, whole sequences of some environments, so at most `num_envs`.
+            None: 8 without memory, 4 with memory.
         clip_range: Clip range of the probability ratio.
         clip_mode: Ratio to clip: "joint" (of all heads), "per_head", or "mixed" (mean
             of both losses).
@@ -196,7 +197,7 @@ class PPO(Stateful):
         gae_lambda: float = 0.95,
         learning_rate: float = 5e-3,
         epochs: int = 4,
-        minibatches: int = 4,
+        minibatches: int | None = None,
         clip_range: float = 0.2,
         clip_mode: ClipMode = "joint",
         target_kl: float = 0.03,
@@ -228,7 +229,7 @@ class PPO(Stateful):
             values["seed"] = secrets.randbelow(2**32)
         if num_envs is None:
             values["num_envs"] = _envs_of(env)
-        for name in ("num_envs", "rollout_steps"):
+        for name in ("num_envs", "rollout_steps", "minibatches"):
             if values[name] is None:
                 del values[name]
         settings = PPOSettings(**plain(numbers(values)))

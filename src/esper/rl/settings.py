@@ -61,6 +61,8 @@ class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
 
     learning_rate: float = 5e-3
+    minibatches: int = cast("int", None)
+    """Minibatches per pass; 8 without memory, 4 with memory."""
     exploration_coef: float = 0.006
     advantage_floor: float = 0.1
     memory: MemoryName = "none"
@@ -102,8 +104,11 @@ class PPOSettings(PPOConfig):
     def __post_init__(self) -> None:
         """Fill in what depends on other settings, and check all values."""
         # With memory, long rows matter more than many environments.
-        self._fill("num_envs", MANY_ENVS if self.memory == "none" else FEW_ENVS)
+        has_memory = self.memory != "none"
+        self._fill("num_envs", FEW_ENVS if has_memory else MANY_ENVS)
         self._fill("rollout_steps", max(ROLLOUT // self.num_envs, 1))
+        # Rows of few environments are noisy: with memory, a minibatch has more steps.
+        self._fill("minibatches", 4 if has_memory else 8)
         PPOConfig.__post_init__(self)
 
     def _fill(self, name: str, value: int) -> None:
