@@ -439,8 +439,8 @@ def test_a_space_comes_back_from_plain_data(space):
 def test_the_constructor_has_every_setting_with_its_default():
     arguments = inspect.signature(PPO).parameters
     usual = PPOSettings()
-    # None: they depend on other settings and on the environments that are given.
-    sizes = ("num_envs", "rollout_steps")
+    # None: they depend on other settings, such as memory, and on what is given.
+    sizes = ("num_envs", "rollout_steps", "minibatches")
     assert all(arguments[name].default is None for name in sizes)
     for item in fields(usual):
         if item.name not in sizes:

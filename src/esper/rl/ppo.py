@@ -123,7 +123,7 @@ class PPO(Stateful):
         env: The id of an environment, a function that makes one, an Env or a VectorEnv.
         memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
             "none".
-        num_envs: How many environments to make. None: those that `env` has, else 64
+        num_envs: How many environments to make. None: those that `env` has, else 32
             without memory and 16 with memory.
         vectorization: Where environments run. "sync": in this process; "async": in
             other processes; "native": the vector environment that the id registers.
@@ -207,7 +207,7 @@ class PPO(Stateful):
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
-        advantage_floor: float = 0.1,
+        advantage_floor: float = 0.0,
         max_grad_norm: float = 0.5,
         schedule: Schedule = "linear",
         clip_schedule: Schedule = "constant",

@@ -33,7 +33,7 @@ FALLS: Final[dict[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 - 0.5 * cos(pi * progress),
 }
 """How much of the way to `end_factor` is done at some progress from 0 to 1."""
-MANY_ENVS: Final = 64
+MANY_ENVS: Final = 32
 FEW_ENVS: Final = 16
 ROLLOUT: Final = 2048
 """Steps of all environments between two updates, by default."""
@@ -64,11 +64,10 @@ class PPOSettings(PPOConfig):
     minibatches: int = cast("int", None)
     """Minibatches per pass; 8 without memory, 4 with memory."""
     exploration_coef: float = 0.006
-    advantage_floor: float = 0.1
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = cast("int", None)
-    """Number of parallel environments; 64 without memory, 16 with memory."""
+    """Number of parallel environments; 32 without memory, 16 with memory."""
     rollout_steps: Count = cast("int", None)
     """Steps per environment between two updates; 2048 in all environments together."""
     vectorization: Vectorization = "sync"
