@@ -440,7 +440,7 @@ def test_the_constructor_has_every_setting_with_its_default():
     arguments = inspect.signature(PPO).parameters
     usual = PPOSettings()
     # None: they depend on other settings, such as memory, and on what is given.
-    sizes = ("num_envs", "rollout_steps", "minibatches")
+    sizes = ("num_envs", "rollout_steps", "minibatches", "exploration_coef")
     assert all(arguments[name].default is None for name in sizes)
     for item in fields(usual):
         if item.name not in sizes:

@@ -148,7 +148,8 @@ class PPO(Stateful):
             numbers.
         head_entropy: Entropy coefficients of single heads, instead of `entropy_coef`.
         exploration_coef: Coefficient of -KL(uniform || policy) of choices, which keeps
-            all legal choices possible. It falls with the square of `schedule`.
+            all legal choices possible. It falls with the square of `schedule`. None: 0
+            without memory, 0.006 with memory.
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
@@ -203,7 +204,7 @@ class PPO(Stateful):
         target_kl: float = 0.03,
         entropy_coef: float | None = None,
         head_entropy: Mapping[str, float] = MappingProxyType({}),
-        exploration_coef: float = 0.006,
+        exploration_coef: float | None = None,
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
@@ -229,7 +230,7 @@ class PPO(Stateful):
             values["seed"] = secrets.randbelow(2**32)
         if num_envs is None:
             values["num_envs"] = _envs_of(env)
-        for name in ("num_envs", "rollout_steps", "minibatches"):
+        for name in ("num_envs", "rollout_steps", "minibatches", "exploration_coef"):
             if values[name] is None:
                 del values[name]
         settings = PPOSettings(**plain(numbers(values)))

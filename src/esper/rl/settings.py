@@ -37,6 +37,7 @@ MANY_ENVS: Final = 32
 FEW_ENVS: Final = 16
 ROLLOUT: Final = 2048
 """Steps of all environments between two updates, by default."""
+EXPLORATION: Final = 0.006
 SCHEDULES: Final = ("schedule", "clip_schedule")
 LOST: Final = "function "
 """Start of a schedule that was a function; a file keeps only its name."""
@@ -63,7 +64,9 @@ class PPOSettings(PPOConfig):
     learning_rate: float = 5e-3
     minibatches: int = cast("int", None)
     """Minibatches per pass; 8 without memory, 4 with memory."""
-    exploration_coef: float = 0.006
+    exploration_coef: float = cast("float", None)
+    """Coefficient of -KL(uniform || policy) of choices; 0 without memory, 0.006 with
+    memory. It falls with the square of the schedule."""
     memory: MemoryName = "none"
     """Memory type: conv-mingru, mingru, gru, lstm or none."""
     num_envs: Count = cast("int", None)
@@ -108,9 +111,10 @@ class PPOSettings(PPOConfig):
         self._fill("rollout_steps", max(ROLLOUT // self.num_envs, 1))
         # Rows of few environments are noisy: with memory, a minibatch has more steps.
         self._fill("minibatches", 4 if has_memory else 8)
+        self._fill("exploration_coef", EXPLORATION if has_memory else 0.0)
         PPOConfig.__post_init__(self)
 
-    def _fill(self, name: str, value: int) -> None:
+    def _fill(self, name: str, value: float) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
