@@ -60,11 +60,9 @@ class Guard:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return whether the step is taken, the update stopped, everything finite.
 
-        `kl` is the sum over steps.
-
-        The loss is checked too, because clamping can hide NaN from the gradient. Before
-        the first step a non-finite KL means bad data and is left out of the mean; later
-        it means that the policy changed too much.
+        `kl` is the sum over steps. The loss is checked too, because clamping can hide
+        NaN from the gradient. Before the first step a non-finite KL means bad data and
+        is left out of the mean; later it means that the policy changed too much.
         """
         known, *others = torch.isfinite(torch.stack((kl, loss, grad_norm))).unbind()
         # The mean KL is over its target if the sum of excesses is positive.
