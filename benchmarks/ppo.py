@@ -1,7 +1,8 @@
 """How many steps per CPU-second does `esper.PPO` make beside its peers?
 
 One rollout and one update of 64 environments x 128 steps, 4 epochs, 4 minibatches,
-layers of 64 numbers, one thread, in one process, turn by turn; CPU-seconds, best turn.
+layers of 64 numbers, one thread, one process for each side, turn by turn; CPU-seconds,
+best turn.
 No update is stopped early: all sides take the same number of optimiser steps.
 Peers: sb3-contrib's RecurrentPPO (one LSTM that value and policy share) and
 MaskablePPO (no memory), and a plain script with an LSTM in the manner of CleanRL.
@@ -12,13 +13,17 @@ the peers cannot use; all others step environments one by one.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from math import prod
+from multiprocessing import get_context
 from time import process_time
 from typing import Any
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -29,6 +34,8 @@ from esper.rl.ppo import PPO
 from esper.rl.vector import Source
 
 PARTS = 4
+SIZES = ("num_envs", "rollout_steps", "minibatches")
+PARTS_OF_TIME = ("environment", "acting", "update", "rest")
 TURNS = 9
 OURS = "esper MinGRU"
 Side = Callable[[], object]
@@ -79,11 +86,12 @@ class EightHeads(gymnasium.Env[Any, Any]):
         return self._masks[self._step % 50]
 
 
-def run(beside: str = "") -> Report:
-    """Steps per CPU-second of every side.
+def run(beside: str = "", only: str = "") -> list[Report]:
+    """Steps per CPU-second of every side, and where the time of ours goes.
 
     Args:
         beside: Measure only sides whose name holds this, beside ours.
+        only: Measure only the task of this name, or only "settings".
     """
     report = Report(
         "PPO, 64 environments",
@@ -91,23 +99,88 @@ def run(beside: str = "") -> Report:
         notes=["128 steps, 4 epochs, 4 minibatches, layers of 64; CPU time, best turn"],
     )
     for task, every in tasks().items():
-        sides = {n: make for n, make in every.items() if n == OURS or beside in n}
-        if len(sides) == 1:
+        names = [name for name in every if name == OURS or beside in name]
+        if len(names) == 1 or only not in (task, ""):
             continue
-        rates = measure({name: make() for name, make in sides.items()})
+        rates = measure(task, names)
         ours = rates[OURS]
         for name, rate in rates.items():
             times = None if name == OURS else f"{ours / rate:.2f}× as fast"
             report.add(task, name, rate, times)
+    reports = [report] if report.rows else []
+    return reports if beside or only not in ("settings", "") else [*reports, shares()]
+
+
+def shares() -> Report:
+    """Where the time of the default call goes, and of more environments."""
+    report = Report(
+        "Settings of esper.PPO on CartPole",
+        (
+            "memory",
+            *SIZES,
+            "steps per CPU-s",
+            "environment",
+            "acting",
+            "update",
+            "rest",
+        ),
+        notes=["the parts are CPU milliseconds of 2,048 steps; best turn"],
+    )
+    every: tuple[dict[str, int], ...] = ({}, {"num_envs": 64})
+    every += ({"num_envs": 64, "rollout_steps": 128, "minibatches": PARTS},)
+    agents = [
+        PPO(cartpole, memory=memory, target_kl=math.inf, **sizes)
+        for memory in ("none", "conv-mingru")
+        for sizes in every
+    ]
+    best: dict[PPO, list[float]] = {}
+    for turn in range(2 if timing.QUICK else 1 + TURNS):
+        for agent in agents:
+            found = parts_of(agent)
+            if turn and sum(found) < sum(best.get(agent, [math.inf])):
+                best[agent] = found
+    for agent, (*parts, rest) in best.items():
+        own = agent.settings
+        rate = 2048 / sum((*parts, rest)) * 1e3
+        sizes = (str(getattr(own, name)) for name in SIZES)
+        report.add(own.memory, *sizes, rate, *parts, rest)
     return report
+
+
+def parts_of(agent: PPO) -> list[float]:
+    """CPU milliseconds of 2,048 steps: environment, acting, update and rest."""
+    steps = 8192
+    parts = (agent.world, "step"), (agent.policy, "act"), (agent.agent, "update")
+    took = [0.0] * len(parts)
+
+    def timed(at: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*given: Any, **options: Any) -> Any:  # noqa: ANN401
+            began = process_time()
+            result = call(*given, **options)
+            took[at] += process_time() - began
+            return result
+
+        return timed_call
+
+    for at, (owner, name) in enumerate(parts):
+        object.__setattr__(owner, name, timed(at, getattr(owner, name)))
+    try:
+        began = process_time()
+        agent.learn(steps)
+        rest = process_time() - began - sum(took)
+    finally:
+        for owner, name in parts:
+            object.__delattr__(owner, name)
+    return [1e3 * seconds * 2048 / steps for seconds in (*took, rest)]
+
+
+def cartpole() -> gymnasium.Env[Any, Any]:
+    """CartPole without the checks of every step."""
+    return gymnasium.make("CartPole-v1", disable_env_checker=True)
 
 
 def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
     """What is compared on each task, not made yet."""
-
-    def cartpole() -> gymnasium.Env[Any, Any]:
-        return gymnasium.make("CartPole-v1", disable_env_checker=True)
-
     memories = {OURS: "mingru", "esper ConvMinGRU": "conv-mingru"}
     memories |= {"esper GRU": "gru", "esper LSTM": "lstm"}
     memories["esper no memory"] = "none"
@@ -129,18 +202,37 @@ def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
     }
 
 
-def measure(sides: dict[str, Side]) -> dict[str, float]:
-    """Best steps per CPU-second of each side, turn by turn."""
-    envs, steps = size()
-    best = dict.fromkeys(sides, 0.0)
-    for turn in range(2 if timing.QUICK else 1 + TURNS):
-        for name, side in sides.items():
-            began = process_time()
-            side()
-            if turn:  # the first one compiles and warms up
-                rate = envs * steps / (process_time() - began)
-                best[name] = max(best[name], rate)
+def measure(task: str, names: list[str]) -> dict[str, float]:
+    """Best steps per CPU-second of each side, turn by turn.
+
+    Each side has a process of its own, as its users run it: `esper.PPO` makes malloc
+    keep freed memory, which makes all other sides in its process faster too.
+    """
+    best = dict.fromkeys(names, 0.0)
+    with ExitStack() as stack:
+        one = partial(ProcessPoolExecutor, 1, get_context("spawn"))
+        pools = {name: stack.enter_context(one()) for name in names}
+        for turn in range(2 if timing.QUICK else 1 + TURNS):
+            for name, pool in pools.items():
+                took = pool.submit(_turn, task, name, quick=timing.QUICK).result()
+                if turn:  # the first one compiles and warms up
+                    best[name] = max(best[name], prod(size()) / took)
     return best
+
+
+@cache
+def _side(task: str, name: str) -> Side:
+    torch.set_num_threads(1)
+    return tasks()[task][name]()
+
+
+def _turn(task: str, name: str, *, quick: bool) -> float:
+    """CPU-seconds of one turn, in the process of a side."""
+    timing.QUICK = quick
+    side = _side(task, name)
+    began = process_time()
+    side()
+    return process_time() - began
 
 
 def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
