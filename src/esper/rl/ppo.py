@@ -153,8 +153,6 @@ class PPO(Stateful):
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
-        advantage_floor: Smallest deviation that advantages are divided by, in standard
-            deviations of returns.
         max_grad_norm: Maximum norm of the gradient.
         schedule: How learning rate and bonuses move during `learn`:
             "linear", "cosine" or "constant", or a function that returns their factor
@@ -208,7 +206,6 @@ class PPO(Stateful):
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
-        advantage_floor: float = 0.0,
         max_grad_norm: float = 0.5,
         schedule: Schedule = "linear",
         clip_schedule: Schedule = "constant",
@@ -821,6 +818,8 @@ def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
         data = dict(manifest.facts["settings"])
         if data["target_kl"] == "inf":
             data["target_kl"] = math.inf
+        if data.get("advantage_floor") == 0.0:  # a setting that is gone
+            del data["advantage_floor"]
         text = json.dumps(data)
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
         with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype

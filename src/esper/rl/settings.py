@@ -201,7 +201,6 @@ class Changes(TypedDict, total=False):
     value_coef: float
     value_clip: float | None
     value_norm_decay: float
-    advantage_floor: float
     max_grad_norm: float
     schedule: Schedule
     clip_schedule: Schedule

@@ -17,7 +17,6 @@ from torch import Tensor
 SCALARS: Final = ("policy_loss", "value_loss", "clip_fraction", "clamped", "grad_norm")
 PER_HEAD: Final = ("kl", "entropy", "openness", "grad_norm")
 SHARED_TERMS: Final = ("gain", "value_error", "clipped", "clamped")
-FLAGS: Final = ("taken", "stopped", "finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

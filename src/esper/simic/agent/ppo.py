@@ -287,8 +287,7 @@ class PPOAgent(Stateful):
 
     def _targets(self, batch: SequenceBatch) -> Targets:
         """Normalise the numbers of a batch; split its rows into steps if wanted."""
-        least = self.config.advantage_floor * self.moments.scale()
-        advantages = normalize_advantages(batch.advantages, batch.valid_mask, least)
+        advantages = normalize_advantages(batch.advantages, batch.valid_mask)
         mean, scale = self.policy.value_mean, self.policy.value_scale
         batch = replace(
             batch,
