@@ -240,12 +240,6 @@ class SpaceSpec:
         return int(self._maskable.sum())
 
     @cached_property
-    def _mask_shape(self) -> tuple[int, int]:
-        """Heads and width of a padded mask."""
-        sizes = [size for part in self._action_parts for size in part.sizes]
-        return len(sizes), max(sizes, default=0)
-
-    @cached_property
     def observation(self) -> Mapping[str, Leaf]:
         """Shapes and dtypes of the vector and the images, channels first."""
         leaves = {}
@@ -424,64 +418,40 @@ class SpaceSpec:
                 f"{envs} environments need {envs} masks, got {count}."
             )
         flat = flags(flat, needed)
-        total, (heads, width) = self.mask_entries, self._mask_shape
-        entries, table = self._maskable, (self.sizes[0], total)
-        if heads > 1 and not self.numeric[0] and flat.shape[1:] == table:
-            return self._tables(flat, needed)
-        if flat.shape[1:] == (total,) and total == entries.size:
-            rows = flat.reshape(envs, *entries.shape)
-        elif flat.shape[1:] == (total,):
-            rows = self._unmasked(envs)
-            rows[:, entries] = flat
-        elif flat.shape[1:] == (heads, width):
-            rows, own = self._unmasked(envs), entries.any(axis=1)
-            rows[:, own, :width] = flat & entries[own, :width]
-        else:
-            raise InvalidInputError(
-                f"an action mask must have {total} entries, or the shape "
-                f"{[heads, width]} or {[*table]}, got {list(flat.shape[1:])}."
-            )
-        if needed is not None and not needed.all():
-            rows[~needed] = self.allowed.numpy()
-        possible = rows.any(axis=2)
-        if not possible.all():
-            env, head = (int(index) for index in np.argwhere(~possible)[0])
-            raise self._nothing_legal(env, head)
-        return torch.from_numpy(rows)
-
-    def _unmasked(self, *axes: int) -> Array:
-        """Masks `[*axes, head, choice]` that allow numbers and no choice yet."""
-        numbers = self.allowed.numpy() & ~self._maskable
-        return np.broadcast_to(numbers, (*axes, *numbers.shape)).copy()
-
-    def _nothing_legal(
-        self, env: int, head: int, given: str = ""
-    ) -> NoLegalActionError:
-        return NoLegalActionError(
-            f"the mask of environment {env} allows nothing for head "
-            f"{self.head_names[head]!r}{given}. Allow at least one choice."
-        )
-
-    def _tables(
-        self, flat: Array, needed: Array | None
-    ) -> Bool[Tensor, "env op head choice"]:
-        """Legal choices of all heads given each choice of the first one."""
-        envs, ops = flat.shape[:2]
-        rows = self._unmasked(envs, ops)
-        rows[:, :, self._maskable] = flat
-        rows[:, :, 0, :ops] = flat[:, range(ops), range(ops)][:, None]
+        entries, total, is_table = self._maskable, self.mask_entries, False
+        if flat.shape[1:] != (total,):
+            own, table = entries.any(axis=1), (self.sizes[0], total)
+            padded = int(own.sum()), int(entries.sum(axis=1).max())
+            is_table = padded[0] > 1 and not self.numeric[0] and flat.shape[1:] == table
+            if not is_table and flat.shape[1:] != padded:
+                raise InvalidInputError(
+                    f"an action mask must have {total} entries, or the shape "
+                    f"{[*padded]} or {[*table]}, got {list(flat.shape[1:])}."
+                )
+            if not is_table:
+                flat = flat[:, entries[own, : padded[1]]]
+        numbers = self.allowed.numpy() & ~entries
+        rows = np.broadcast_to(numbers, (*flat.shape[:-1], *numbers.shape)).copy()
+        rows[..., entries] = flat
+        if is_table:
+            ops = range(self.sizes[0])
+            rows[:, :, 0, : len(ops)] = flat[:, ops, ops][:, None]
         if needed is not None:
             rows[~needed] = self.allowed.numpy()
-        legal = rows[:, 0, 0, :ops]
-        used = np.ones((ops, len(self.sizes)), bool)
-        if self.head_relevance is not None:
-            used = np.array(self.head_relevance)
-        stuck = legal[:, :, None] & used & ~rows.any(axis=3)
-        stuck[~legal.any(axis=1), 0, 0] = True
+        stuck = np.logical_not(rows.any(axis=-1))  # [env, *op, head]
+        if is_table:
+            stuck[:, :, 1:] &= rows[:, 0, 0, : len(ops), None]
+            if self.head_relevance is not None:
+                stuck &= np.array(self.head_relevance)
         if stuck.any():
-            env, op, head = (int(index) for index in np.argwhere(stuck)[0])
-            given = f" with choice {op} of {self.head_names[0]!r}" if head else ""
-            raise self._nothing_legal(env, head, given)
+            env, *op, head = (int(index) for index in np.argwhere(stuck)[0])
+            given = ""
+            if op and head:
+                given = f" with choice {op[0]} of {self.head_names[0]!r}"
+            raise NoLegalActionError(
+                f"the mask of environment {env} allows nothing for head "
+                f"{self.head_names[head]!r}{given}. Allow at least one choice."
+            )
         return torch.from_numpy(rows)
 
     def mask_row(self, mask: Any) -> Array:  # noqa: ANN401
