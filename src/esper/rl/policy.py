@@ -33,12 +33,7 @@ from esper.contracts.features import Leaf
 from esper.rl.encoders import Encoder, image_encoder, own_encoder
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
-from esper.simic.agent.distribution import (
-    Decision,
-    family_of,
-    first_choice,
-    gumbel,
-)
+from esper.simic.agent.distribution import Decision, family_of, first_choice, gumbel
 from esper.simic.agent.memory import Starts, State, make_memory
 
 Array = NDArray[Any]

@@ -458,13 +458,8 @@ class SpaceSpec:
         """The mask of one environment, whole or head by head, as one array."""
         if not isinstance(mask, Mapping | tuple | list):
             return np.asarray(mask)
-        heads = [
-            self.mask_row(head) if isinstance(head, tuple | list) else np.asarray(head)
-            for head in self._by_head(mask)
-        ]
-        if all(head.ndim == 0 for head in heads):  # one list of all choices
-            return np.stack(heads)
-        return np.concatenate([head.reshape(-1) for head in heads])
+        heads = [self.mask_row(head).reshape(-1) for head in self._by_head(mask)]
+        return np.concatenate(heads)
 
     def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
         """Masks of all environments as one array `[env, ...]`."""
