@@ -312,7 +312,7 @@ class PPOAgent(Stateful):
             raise InvalidStateError(
                 "the loss does not require grad. Unfreeze some parameters."
             )
-        self.optimizer.forget_gradients()
+        self.optimizer.zero_grad()
         terms.loss.backward()
         with torch.no_grad():
             norm, steps = self.optimizer.gradient_norm(), terms.counts[0]
