@@ -129,7 +129,7 @@ class Examination:
         finding = Finding(self.step, one_line(what), advice, is_fault)
         self.findings.setdefault(key or kind, finding)
 
-    def call(self, kind: str, what: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def call(self, kind: str, what: str, call: Callable[[], Any]) -> Any:
         """Call the environment; an error or a timeout becomes a finding."""
         try:
             return timed(call, what, self.timeout, TIMEOUT_OPTION)
@@ -198,7 +198,7 @@ def examine(
     return sorted(notes.findings.values(), key=lambda finding: finding.step)
 
 
-def _close(env: Any, notes: Examination) -> None:  # noqa: ANN401
+def _close(env: Any, notes: Examination) -> None:
     with suppress(_Broken):
         notes.call("close", "close()", env.close)
 
@@ -307,7 +307,7 @@ class _Walk:
         self.observation, self.info = result
         _observation(self._env.observation_space, self.observation, notes)
 
-    def step(self, action: Any = None) -> tuple[float, bool, bool]:  # noqa: ANN401
+    def step(self, action: Any = None) -> tuple[float, bool, bool]:
         """Take an action; a random one if it is None or there is a mask.
 
         Returns:
@@ -352,7 +352,7 @@ class _Walk:
             return where, notes.call("mask", where, call)
         return None
 
-    def _legal_action(self, where: str, mask: Any) -> Any:  # noqa: ANN401
+    def _legal_action(self, where: str, mask: Any) -> Any:
         """A random action that a mask allows."""
         spec = self._notes.spec
         if mask is None or spec is None:
@@ -366,7 +366,7 @@ class _Walk:
         return first_of(self._env.action_space, spec.to_env(torch.tensor([picked])))
 
 
-def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # noqa: ANN401
+def _observation(space: Space[Any], value: Any, notes: Examination) -> None:
     """Check that an observation is in its space."""
     for part in parts_of(space):
         where = part.observation_name
@@ -387,7 +387,7 @@ def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # 
                 notes.add("huge", f"{where} has the absolute value {size:.3g}")
 
 
-def _problem(part: Part, value: Any) -> tuple[str, str] | None:  # noqa: ANN401
+def _problem(part: Part, value: Any) -> tuple[str, str] | None:
     """Kind and description of a problem with a part of an observation."""
     space = part.space
     if not isinstance(space, spaces.Box):
@@ -408,7 +408,7 @@ def _problem(part: Part, value: Any) -> tuple[str, str] | None:  # noqa: ANN401
     return None
 
 
-def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
+def _reward(reward: Any, notes: Examination) -> float:
     """A reward as a number; it may be an array with one element."""
     try:
         number = float(np.asarray(reward, np.float64).reshape(()))
@@ -482,7 +482,7 @@ def _check_seeding(
 ) -> None:
     """Compare episodes from the same seed: new, repeated, and interleaved."""
 
-    def another() -> Any:  # noqa: ANN401
+    def another() -> Any:
         return notes.call("alone", "the constructor of a second one", make)
 
     before = _class_state(played)
@@ -516,7 +516,7 @@ def _check_seeding(
         _close(env, notes)
 
 
-def _class_state(env: Any) -> dict[str, str]:  # noqa: ANN401
+def _class_state(env: Any) -> dict[str, str]:
     """Plain class attributes of an environment and its wrappers, as text."""
     layers, found = [env], {}
     while isinstance(layers[-1], gymnasium.Wrapper):
@@ -628,7 +628,7 @@ def _play_vector(
                 notes.add("final", f"{what} observation is lost")
 
 
-def _numbers(observation: Any) -> Array:  # noqa: ANN401
+def _numbers(observation: Any) -> Array:
     """The numbers of an observation in one row, without large parts (images)."""
     if isinstance(observation, dict):
         observation = [observation[name] for name in sorted(observation)]
@@ -642,7 +642,7 @@ def _numbers(observation: Any) -> Array:  # noqa: ANN401
     return numbers if numbers.size <= MAX_CLOCK_NUMBERS else np.zeros(0)
 
 
-def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
+def _same(one: Any, other: Any) -> bool:
     """Whether two nested values are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)

@@ -189,7 +189,7 @@ class SpacePolicy(nn.Module):
         seen = torch.from_numpy(largest > 0).to(scale.device)
         self.image_scale.copy_(torch.where(seen, scale, self.image_scale))
 
-    def read(self, observation: Any) -> tuple[Features, Any]:  # noqa: ANN401
+    def read(self, observation: Any) -> tuple[Features, Any]:
         """Features and masks of what `Vector` shows."""
         return observation.features, observation.masks
 
@@ -396,14 +396,14 @@ class _Tanh(torch.autograd.Function):
     """The hyperbolic tangent by a sigmoid; on a CPU torch.tanh is four times slower."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return 2 sigmoid(2 x) - 1."""
         y = torch.sigmoid(x + x).mul_(2.0).sub_(1.0)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return grad (1 - y^2)."""
         (y,) = ctx.saved_tensors
         slope: Tensor = torch.ops.aten.tanh_backward(grad, y)

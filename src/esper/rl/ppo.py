@@ -216,7 +216,7 @@ class PPO(Stateful):
         encoder: Encoder | None = None,
         autoregressive: bool = False,
         normalize: bool = True,
-        head_relevance: Any = None,  # noqa: ANN401
+        head_relevance: Any = None,
         masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
         device: torch.device | str = "cpu",
@@ -480,10 +480,10 @@ class PPO(Stateful):
 
     def predict(
         self,
-        observation: Any,  # noqa: ANN401
+        observation: Any,
         state: Array | None = None,
-        episode_start: Any = None,  # noqa: ANN401
-        action_masks: Any = None,  # noqa: ANN401
+        episode_start: Any = None,
+        action_masks: Any = None,
         deterministic: bool = True,
     ) -> tuple[Any, Array | None]:
         """Actions for one observation or a batch of them, and the memory after it.
@@ -762,7 +762,7 @@ def _envs_of(source: Source) -> int | None:
     return 1 if isinstance(source, Env) else None
 
 
-def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
+def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:
     """A table as nested tuples."""
     if head_relevance is None:
         return None

@@ -102,7 +102,7 @@ class Part:
                 return self.space.start.reshape(-1)
         return np.zeros(len(self.sizes), np.int64)
 
-    def of(self, value: Any) -> Any:  # noqa: ANN401
+    def of(self, value: Any) -> Any:
         """This part of a value of the whole space."""
         return value_at(value, self.path)
 
@@ -281,7 +281,7 @@ class SpaceSpec:
         space = self.observation_space
         return isinstance(space, spaces.Dict) and MASK in space.spaces
 
-    def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
+    def rows_of(self, observation: Any) -> int | None:
         """Number of observations in a batch; None for a single observation."""
         rows = []
         for part in self._observation_parts:
@@ -309,14 +309,14 @@ class SpaceSpec:
             )
         return rows[0]
 
-    def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
+    def vector(self, observations: Any, envs: int) -> Array:
         """Numbers, flags and one-hot encoded choices as `[env, column]`."""
         columns = [
             _encoded(part, part.of(observations), envs) for part in self._vector_parts
         ]
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
-    def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
+    def images(self, observations: Any, envs: int) -> dict[str, Tensor]:
         """Images by name, channels first and not scaled."""
         found = {}
         for index, part in enumerate(self._images):
@@ -359,7 +359,7 @@ class SpaceSpec:
         found: Space[Any] = from_parts(space, boxes.__getitem__, kinds=kinds)
         return found
 
-    def encoder_input(self, features: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
+    def encoder_input(self, features: Mapping[str, Tensor]) -> Any:
         """Features of rows as nested tensors `[row, ...]` of `encoder_space`."""
         space, at, image = self.encoder_space, 0, 0
         found: dict[Path, Tensor] = {}
@@ -373,7 +373,7 @@ class SpaceSpec:
                 found[part.path] = own.reshape(-1, *shape)
         return from_parts(space, found.__getitem__)
 
-    def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
+    def to_env(self, actions: Tensor) -> Any:
         """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}
         for part in self._action_parts:
@@ -389,10 +389,7 @@ class SpaceSpec:
         return from_parts(self.action_space, values.__getitem__)
 
     def head_masks(
-        self,
-        masks: Any,  # noqa: ANN401
-        envs: int,
-        needed: Array | None = None,
+        self, masks: Any, envs: int, needed: Array | None = None
     ) -> Bool[Tensor, "env *op head choice"]:
         """Legal choices of each head, padded to the width of the largest head.
 
@@ -454,21 +451,21 @@ class SpaceSpec:
             )
         return torch.from_numpy(rows)
 
-    def mask_row(self, mask: Any) -> Array:  # noqa: ANN401
+    def mask_row(self, mask: Any) -> Array:
         """The mask of one environment, whole or head by head, as one array."""
         if not isinstance(mask, Mapping | tuple | list):
             return np.asarray(mask)
         heads = [self.mask_row(head).reshape(-1) for head in self._by_head(mask)]
         return np.concatenate(heads)
 
-    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
+    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:
         """Masks of all environments as one array `[env, ...]`."""
         if isinstance(masks, Mapping) or self._is_by_head(masks, envs):
             heads = [self._one_array(x, needed) for x in self._by_head(masks)]
             return np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
         return self._one_array(masks, needed)
 
-    def _one_array(self, masks: Any, needed: Array | None) -> Array:  # noqa: ANN401
+    def _one_array(self, masks: Any, needed: Array | None) -> Array:
         """Masks as one array; they may be one object per environment."""
         objects = isinstance(masks, np.ndarray) and masks.dtype == object
         if not isinstance(masks, list | tuple) and not (objects and masks.ndim == 1):
@@ -486,7 +483,7 @@ class SpaceSpec:
         full = np.ones_like(known)
         return np.stack([full if m is None else m for m in each])
 
-    def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
+    def _is_by_head(self, masks: Any, envs: int) -> bool:
         """Whether the masks are one array `[env, choice]` per head."""
         if not isinstance(masks, tuple):
             return False
@@ -494,7 +491,7 @@ class SpaceSpec:
         fits = len(arrays) == len(masks) and all(len(x) == envs for x in arrays)
         return fits and sum(x.shape[1] for x in arrays) == self.mask_entries
 
-    def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
+    def _by_head(self, masks: Any) -> list[Any]:
         if not isinstance(masks, Mapping):
             return [*masks]
         lasts = [part.path[-1] for part in self._choice_parts if part.path]
@@ -617,7 +614,7 @@ def _checked(part: Part, array: Array, envs: int) -> Array:
     return array
 
 
-def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
+def _encoded(part: Part, value: Any, envs: int) -> Array:
     """A part of all observations as float32 `[env, column]`."""
     array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
     if isinstance(part.space, spaces.Box):

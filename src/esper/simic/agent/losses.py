@@ -265,8 +265,7 @@ def subtract_group_baseline(
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "env time"],
-    valid: Bool[Tensor, "env time"],
+    advantages: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
 ) -> Float[Tensor, "env time"]:
     """Normalise to mean 0 and standard deviation 1 over valid steps; 0 on padding.
 

@@ -213,9 +213,7 @@ class PPOAgent(Stateful):
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
         self._weights = loss_weights(
-            self.config,
-            factor * self._full_entropy,
-            factor**2 * self._full_exploration,
+            self.config, factor * self._full_entropy, factor**2 * self._full_exploration
         )
 
     def update(self) -> UpdateRecord:

@@ -83,7 +83,7 @@ class SequenceBatch:
     group_size: int = 1
     """Number of consecutive rows that share random numbers."""
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+    def __getitem__(self, name: str) -> Any:
         """Return a field by name."""
         if name not in self.__slots__:
             raise KeyError(f"no field {name!r}; there are {', '.join(self.__slots__)}.")
@@ -204,11 +204,7 @@ class TamiyoRolloutBuffer:
 
     @classmethod
     def for_policy(
-        cls,
-        policy: Policy,
-        num_envs: int,
-        max_steps: int,
-        **settings: Any,  # noqa: ANN401
+        cls, policy: Policy, num_envs: int, max_steps: int, **settings: Any
     ) -> "TamiyoRolloutBuffer":
         """Create a buffer with the spec and the memory shape of a policy.
 
@@ -350,7 +346,7 @@ class TamiyoRolloutBuffer:
         self,
         decision: Decision | None = None,
         *,
-        features: Any,  # noqa: ANN401
+        features: Any,
         episode_start: Bool[Tensor, " env"],
         rewards: Float32[Tensor, " env"],
         terminated: Bool[Tensor, " env"],
@@ -572,7 +568,7 @@ class TamiyoRolloutBuffer:
             "a rollout buffer cannot be pickled or copied. Collect a new rollout."
         )
 
-    def _leaves(self, features: Any) -> list[Tensor]:  # noqa: ANN401
+    def _leaves(self, features: Any) -> list[Tensor]:
         """Return the tensors of an observation in the order of the spec."""
         kind: type[Any] = self.spec.observation_type
         if not isinstance(features, kind):
