@@ -367,10 +367,7 @@ class SpacePolicy(nn.Module):
 
     def _padded(self, outputs: Float[Tensor, " output *row"]) -> Tensor:
         """Outputs of all heads after each other with room for the widest in each."""
-        places = self._allowed.numel()
-        if len(outputs) == places and not len(self.log_deviation):
-            return outputs
-        blank = outputs.new_zeros(places, *outputs.shape[1:])
+        blank = outputs.new_zeros(self._allowed.numel(), *outputs.shape[1:])
         return blank.index_copy(0, self._places, outputs)
 
     def _values(self, seen: Hidden) -> Float[Tensor, " row"]:
