@@ -1534,6 +1534,15 @@ def test_a_file_does_not_decide_how_much_memory_is_taken(tmp_path, changes, word
     assert len(str(refused.value)) <= 200
 
 
+def test_a_file_with_a_setting_that_is_gone_is_loaded_if_it_had_no_effect(tmp_path):
+    agent = PPO("CartPole-v1", num_envs=2, **SMALL)
+    file = forged(agent, tmp_path / "a.safetensors", settings__advantage_floor=0.0)
+    assert PPO.load(file).settings == agent.settings
+    forged(agent, file, settings__advantage_floor=0.1)
+    with pytest.raises(InvalidInputError, match="advantage_floor"):
+        PPO.load(file)
+
+
 def test_a_rollout_takes_no_memory_without_environments(tmp_path):
     agent = PPO("CartPole-v1", num_envs=2, memory="mingru", **SMALL)
     sizes = {"settings__num_envs": 65_536, "settings__rollout_steps": 65_536}

@@ -48,8 +48,8 @@ def test_t31_equal_advantages_become_zero_however_many_there_are(count, level):
 
 
 def test_spreads_below_the_floor_are_not_blown_up():
-    advantages, valid = torch.tensor([[0.0, 2e-3]]), torch.tensor([[True, True]])
-    actual = normalize_advantages(advantages, valid, 0.1)
+    advantages, valid = torch.tensor([[0.0, 2e-7]]), torch.tensor([[True, True]])
+    actual = normalize_advantages(advantages, valid)
     assert_close(actual, torch.tensor([[-0.01, 0.01]]), rtol=1e-5, atol=0)
 
 

@@ -212,19 +212,15 @@ def test_advantages_that_are_written_by_hand_are_learnt_from():
     assert agent.update().grad_norm == 0.0
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.1, 50.0])
-def test_small_advantages_are_not_blown_up_to_those_of_a_task_to_learn(floor):
-    """Advantages are divided by no less than a share of the deviation of returns."""
-    agent = agent_with_rollout(advantage_floor=floor, epochs=1, minibatches=1)
+def test_an_update_normalizes_the_advantages_of_the_whole_rollout():
+    agent = agent_with_rollout(epochs=1, minibatches=1)
     batch, seen = take(agent.buffer), []
     step = agent.step
     agent.step = lambda part, guard: seen.append(part.batch) or step(part, guard)
     agent.update()
     valid = batch.valid_mask
     raw = batch.advantages[valid].double()
-    least = floor * float(agent.moments.scale())
-    assert (least > raw.std(correction=0)) == (floor == 50.0)
-    expected = (raw - raw.mean()) / max(raw.std(correction=0), least)
+    expected = (raw - raw.mean()) / raw.std(correction=0)
     found = seen[0].advantages[seen[0].valid_mask].double().sort().values
     assert_close(found, expected.sort().values, rtol=1e-4, atol=1e-5)
 
@@ -310,7 +306,6 @@ def test_annealing_scales_learning_rate_and_bonuses_of_the_configuration():
         ({"value_coef": math.nan}, "value_coef must be finite, not negative, got nan"),
         ({"value_norm_decay": 1.5}, r"value_norm_decay must be in \[0, 1\], got 1.5"),
         ({"exploration_coef": -1.0}, "exploration_coef must be finite, from 0, got -1"),
-        ({"advantage_floor": -1.0}, "advantage_floor must be finite, from 0, got -1.0"),
         ({"value_clip": 0.0}, "value_clip must be positive or None, got 0.0"),
         ({"clip_mode": "both"}, "clip_mode must be one of .*joint.*, got 'both'"),
         ({"head_entropy": {"op": -1.0}}, "head_entropy must be finite, not negative"),

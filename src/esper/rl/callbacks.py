@@ -169,7 +169,7 @@ class VideoCallback(Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self._folder) as place, _kept_streams():
 
-            def make() -> Any:  # noqa: ANN401
+            def make() -> Any:
                 new = str(Path(place, "new"))  # Gymnasium warns if it exists
                 return RecordVideo(self._make(), new, lambda episode: episode == 0)
 
@@ -188,14 +188,14 @@ class OptunaPruning(Callback):
         trial: The trial of the objective that calls `learn`.
     """
 
-    def __init__(self, trial: Any) -> None:  # noqa: ANN401
+    def __init__(self, trial: Any) -> None:
         self._trial, self._evaluates = trial, False
 
     def on_train_start(self, loop: TrainingLoop, *, resumed: bool) -> None:
         """Look for evaluations, which are no returns of training."""
         self._evaluates = any(isinstance(c, EvalCallback) for c in loop.callbacks)
 
-    def on_metrics(self, loop: TrainingLoop, metrics: Any) -> None:  # noqa: ANN401
+    def on_metrics(self, loop: TrainingLoop, metrics: Any) -> None:
         """Report an evaluation."""
         if EVALUATION in metrics:
             self._evaluates = True

@@ -37,13 +37,13 @@ class MatchEnv(gymnasium.Env[Any, Any]):
         banned = [(int(self._seen[0]) + 1) % 3, 3 + (int(self._seen[1]) + 1) % 4]
         return ~np.isin(np.arange(sum(SIZES)), banned)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:  # noqa: ANN401
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """Start an episode."""
         super().reset(seed=seed)
         self._time = 0
         return self._observe(), {}
 
-    def step(self, action: Any) -> Any:  # noqa: ANN401
+    def step(self, action: Any) -> Any:
         """Reward the heads that match."""
         reward = float((np.asarray(action) == self._seen).mean())
         self._time += 1

@@ -11,7 +11,7 @@ returns. It also compares episodes from the same seed and actions:
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -129,7 +129,7 @@ class Examination:
         finding = Finding(self.step, one_line(what), advice, is_fault)
         self.findings.setdefault(key or kind, finding)
 
-    def call(self, kind: str, what: str, call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def call(self, kind: str, what: str, call: Callable[[], Any]) -> Any:
         """Call the environment; an error or a timeout becomes a finding."""
         try:
             return timed(call, what, self.timeout, TIMEOUT_OPTION)
@@ -198,7 +198,7 @@ def examine(
     return sorted(notes.findings.values(), key=lambda finding: finding.step)
 
 
-def _close(env: Any, notes: Examination) -> None:  # noqa: ANN401
+def _close(env: Any, notes: Examination) -> None:
     with suppress(_Broken):
         notes.call("close", "close()", env.close)
 
@@ -240,29 +240,27 @@ def _play(
 ) -> list[_Episode]:
     """Make random legal steps, check all values and return the whole episodes."""
     env.action_space.seed(rng_seed)
-    chance = np.random.default_rng(rng_seed)
     episodes: list[_Episode] = []
-    observation, info = _reset(env, rng_seed, notes)
-    shown, first_seen = [_numbers(observation)], deepcopy(observation)
-    changed, rewards, masked = False, [], MASK in info
-    held, kept = observation, deepcopy(observation)
+    walk = _Walk(env, rng_seed, notes)
+    held, kept = walk.observation, deepcopy(walk.observation)
+    shown, first_seen = [_numbers(held)], kept
+    changed, rewards = False, []
     for step in range(steps):
         notes.step = step
-        action = _action(env, observation, info, masked, chance, notes)
-        observation, reward, terminated, truncated, info = _step(env, action, notes)
+        reward, terminated, truncated = walk.step()
         if not _same(held, kept):
             what = "the observation that was returned before changed with this step"
             notes.add("alias", what)
-        held, kept = observation, deepcopy(observation)
-        changed = changed or not _same(observation, first_seen)
-        rewards.append(_reward(reward, notes))
-        shown.append(_numbers(observation))
+        held, kept = walk.observation, deepcopy(walk.observation)
+        changed = changed or not _same(held, first_seen)
+        rewards.append(reward)
+        shown.append(_numbers(held))
         if terminated or truncated:
             ends = bool(terminated), bool(truncated)
             episodes.append(_Episode(len(shown) - 1, *ends, shown))
-            observation, info = _reset(env, None, notes)
-            shown, held = [_numbers(observation)], observation
-            kept = deepcopy(observation)
+            walk.reset()
+            held, kept = walk.observation, deepcopy(walk.observation)
+            shown = [_numbers(held)]
     notes.step = steps
     if not changed:
         notes.add("constant", f"the observation never changed in {steps} steps")
@@ -277,37 +275,98 @@ def _play(
     return episodes
 
 
-def _reset(
-    env: Env[Any, Any], seed: int | None, notes: Examination
-) -> tuple[Any, dict[str, Any]]:
-    name = f"reset(seed={seed})"
-    result: Any = notes.call("reset", name, lambda: env.reset(seed=seed))
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not isinstance(result[1], dict):
-        what = "reset() did not return an observation and an info dict"
-        notes.add("reset result", what)
-        raise _Broken
-    _observation(env.observation_space, result[0], notes)
-    return result[0], result[1]
+class _Walk:
+    """Steps an environment and checks every value that it returns.
+
+    With masks, actions are drawn with `chance_seed` (default: `rng_seed`), since the
+    generator of the space may be shared by all environments of a class.
+    """
+
+    def __init__(
+        self,
+        env: Env[Any, Any],
+        rng_seed: int,
+        notes: Examination,
+        chance_seed: int | None = None,
+    ) -> None:
+        self._env, self._notes = env, notes
+        seed = rng_seed if chance_seed is None else chance_seed
+        self._chance = np.random.default_rng(seed)
+        self.reset(rng_seed)
+        self._masked = MASK in self.info
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start an episode."""
+        notes, name = self._notes, f"reset(seed={seed})"
+        result: Any = notes.call("reset", name, lambda: self._env.reset(seed=seed))
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or not isinstance(result[1], dict):
+            what = "reset() did not return an observation and an info dict"
+            notes.add("reset result", what)
+            raise _Broken
+        self.observation, self.info = result
+        _observation(self._env.observation_space, self.observation, notes)
+
+    def step(self, action: Any = None) -> tuple[float, bool, bool]:
+        """Take an action; a random one if it is None or there is a mask.
+
+        Returns:
+            The reward, and whether the episode was terminated and truncated.
+        """
+        mask, notes = self.mask(), self._notes
+        if mask is not None:
+            action = self._legal_action(*mask)
+        elif action is None:
+            action = self._env.action_space.sample()
+        name = f"step({one_line(str(action), 40)})"
+        result = notes.call("step", name, lambda: self._env.step(action))
+        if not isinstance(result, tuple) or len(result) != 5:
+            notes.add("step result", "step() did not return five values")
+            raise _Broken
+        self.observation, reward, terminated, truncated, self.info = result
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(flag, bool | np.bool_):
+                notes.add(name, f"{name} is {quoted(flag)}, a {type(flag).__name__}")
+        if not isinstance(self.info, dict):
+            notes.add("info", f"info is a {type(self.info).__name__}")
+            raise _Broken
+        _observation(self._env.observation_space, self.observation, notes)
+        return _reward(reward, notes), terminated, truncated
+
+    def mask(self) -> tuple[str, Any] | None:
+        """Where a mask is found, and the mask; None without masks."""
+        notes, where = self._notes, f"info['{MASK}']"
+        if isinstance(self.observation, dict) and MASK in self.observation:
+            return f"obs['{MASK}']", self.observation[MASK]
+        if MASK in self.info:
+            if not self._masked:
+                what = f"{where} exists now and was missing at the first reset"
+                notes.add("mask missing", what)
+            return where, self.info[MASK]
+        if self._masked:
+            what = f"{where} existed at the first reset and is missing now"
+            notes.add("mask missing", what)
+        elif self._env.has_wrapper_attr(MASK_METHOD):
+            where = f"{MASK_METHOD}()"
+            call = self._env.get_wrapper_attr(MASK_METHOD)
+            return where, notes.call("mask", where, call)
+        return None
+
+    def _legal_action(self, where: str, mask: Any) -> Any:
+        """A random action that a mask allows."""
+        spec = self._notes.spec
+        if mask is None or spec is None:
+            return self._env.action_space.sample()
+        try:
+            rows = spec.head_masks(spec.mask_row(mask)[None], 1)[0].numpy()
+        except InvalidInputError as error:
+            self._notes.add("mask", f"{where}: {str(error).rstrip('.')}")
+            raise _Broken from error
+        picked = _picked(spec, rows, self._chance)
+        return first_of(self._env.action_space, spec.to_env(torch.tensor([picked])))
 
 
-def _step(env: Env[Any, Any], action: Any, notes: Examination) -> Any:  # noqa: ANN401
-    name = f"step({one_line(str(action), 40)})"
-    result = notes.call("step", name, lambda: env.step(action))
-    if not isinstance(result, tuple) or len(result) != 5:
-        notes.add("step result", "step() did not return five values")
-        raise _Broken
-    for name, flag in zip(("terminated", "truncated"), result[2:4], strict=True):
-        if not isinstance(flag, bool | np.bool_):
-            notes.add(name, f"{name} is {quoted(flag)}, a {type(flag).__name__}")
-    if not isinstance(result[4], dict):
-        notes.add("info", f"info is a {type(result[4]).__name__}")
-        raise _Broken
-    _observation(env.observation_space, result[0], notes)
-    return result
-
-
-def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # noqa: ANN401
+def _observation(space: Space[Any], value: Any, notes: Examination) -> None:
     """Check that an observation is in its space."""
     for part in parts_of(space):
         where = part.observation_name
@@ -328,7 +387,7 @@ def _observation(space: Space[Any], value: Any, notes: Examination) -> None:  # 
                 notes.add("huge", f"{where} has the absolute value {size:.3g}")
 
 
-def _problem(part: Part, value: Any) -> tuple[str, str] | None:  # noqa: ANN401
+def _problem(part: Part, value: Any) -> tuple[str, str] | None:
     """Kind and description of a problem with a part of an observation."""
     space = part.space
     if not isinstance(space, spaces.Box):
@@ -349,7 +408,7 @@ def _problem(part: Part, value: Any) -> tuple[str, str] | None:  # noqa: ANN401
     return None
 
 
-def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
+def _reward(reward: Any, notes: Examination) -> float:
     """A reward as a number; it may be an array with one element."""
     try:
         number = float(np.asarray(reward, np.float64).reshape(()))
@@ -360,40 +419,6 @@ def _reward(reward: Any, notes: Examination) -> float:  # noqa: ANN401
         notes.add("reward", f"the reward is {None if reward is None else number}")
         return 0.0
     return number
-
-
-def _action(
-    env: Env[Any, Any],
-    observation: Any,  # noqa: ANN401
-    info: dict[str, Any],
-    masked: bool,
-    chance: np.random.Generator,
-    notes: Examination,
-) -> Any:  # noqa: ANN401
-    """A random action that the mask allows."""
-    mask, where, spec = None, "", notes.spec
-    if isinstance(observation, dict) and MASK in observation:
-        mask, where = observation[MASK], f"obs['{MASK}']"
-    elif MASK in info:
-        mask, where = info[MASK], f"info['{MASK}']"
-        if not masked:
-            what = f"info['{MASK}'] exists now and was missing at the first reset"
-            notes.add("mask missing", what)
-    elif masked:
-        what = f"info['{MASK}'] existed at the first reset and is missing now"
-        notes.add("mask missing", what)
-    elif env.has_wrapper_attr(MASK_METHOD):
-        where = f"{MASK_METHOD}()"
-        mask = notes.call("mask", where, env.get_wrapper_attr(MASK_METHOD))
-    if mask is None or spec is None:
-        return env.action_space.sample()
-    try:
-        rows = spec.head_masks(spec.mask_row(mask)[None], 1)[0].numpy()
-    except InvalidInputError as error:
-        notes.add("mask", f"{where}: {str(error).rstrip('.')}")
-        raise _Broken from error
-    picked = _picked(spec, rows, chance)
-    return first_of(env.action_space, spec.to_env(torch.tensor([picked])))
 
 
 def _picked(spec: SpaceSpec, rows: Array, chance: np.random.Generator) -> list[float]:
@@ -457,7 +482,7 @@ def _check_seeding(
 ) -> None:
     """Compare episodes from the same seed: new, repeated, and interleaved."""
 
-    def another() -> Any:  # noqa: ANN401
+    def another() -> Any:
         return notes.call("alone", "the constructor of a second one", make)
 
     before = _class_state(played)
@@ -491,7 +516,7 @@ def _check_seeding(
         _close(env, notes)
 
 
-def _class_state(env: Any) -> dict[str, str]:  # noqa: ANN401
+def _class_state(env: Any) -> dict[str, str]:
     """Plain class attributes of an environment and its wrappers, as text."""
     layers, found = [env], {}
     while isinstance(layers[-1], gymnasium.Wrapper):
@@ -517,7 +542,7 @@ def _check_actions(
         notes.add("action", f"{same} action")
         return
     is_tested = 1 < len(heads) <= MAX_HEADS
-    if not is_tested or _has_mask(env, *_reset(env, rng_seed, notes)):
+    if not is_tested or _Walk(env, rng_seed, notes).mask() is not None:
         return
     for head in heads:
         if not _matters(env, spec, [head], rng_seed, notes):
@@ -550,11 +575,6 @@ def _matters(
     return False
 
 
-def _has_mask(env: Env[Any, Any], observation: Any, info: dict[str, Any]) -> bool:  # noqa: ANN401
-    in_observation = isinstance(observation, dict) and MASK in observation
-    return MASK in info or in_observation or env.has_wrapper_attr(MASK_METHOD)
-
-
 def _episode(
     env: Env[Any, Any],
     rng_seed: int,
@@ -565,42 +585,20 @@ def _episode(
 ) -> list[Any]:
     """Everything that one episode returns.
 
-    `actions` are used in environments without masks; with masks, actions are drawn
-    with `chance_seed` (default: `rng_seed`). `other` is stepped after every step.
+    `actions` are used in environments without masks. `other` is stepped after every
+    step. For `chance_seed` see `_Walk`.
     """
-    observation, info = _reset(env, rng_seed, notes)
-    rows: list[Any] = [deepcopy(observation)]
-    masked = MASK in info
-    # The generator of the space may be shared by all environments of a class.
-    chance = np.random.default_rng(rng_seed if chance_seed is None else chance_seed)
-    neighbour: Iterator[None] = iter(())
-    if other is not None:
-        neighbour = _random_steps(other, rng_seed + 99, notes)
-    next(neighbour, None)
+    walk = _Walk(env, rng_seed, notes, chance_seed)
+    neighbour = None if other is None else _Walk(other, rng_seed + 99, notes)
+    rows: list[Any] = [deepcopy(walk.observation)]
     for action in actions:
-        if masked or _has_mask(env, observation, info):
-            action = _action(env, observation, info, masked, chance, notes)
-        observation, reward, terminated, truncated, info = _step(env, action, notes)
-        paid = _reward(reward, notes)
-        rows.append((deepcopy(observation), paid, terminated, truncated))
-        next(neighbour, None)
-        if terminated or truncated:
+        paid, *ends = walk.step(action)
+        rows.append((deepcopy(walk.observation), paid, *ends))
+        if neighbour is not None and any(neighbour.step()[1:]):
+            neighbour.reset()
+        if any(ends):
             break
     return rows
-
-
-def _random_steps(
-    env: Env[Any, Any], rng_seed: int, notes: Examination
-) -> Iterator[None]:
-    """Reset an environment, then make one random legal step per iteration."""
-    chance = np.random.default_rng(rng_seed)
-    observation, info = _reset(env, rng_seed, notes)
-    while True:
-        yield
-        action = _action(env, observation, info, MASK in info, chance, notes)
-        observation, _, terminated, truncated, info = _step(env, action, notes)
-        if terminated or truncated:
-            observation, info = _reset(env, None, notes)
 
 
 def _play_vector(
@@ -630,7 +628,7 @@ def _play_vector(
                 notes.add("final", f"{what} observation is lost")
 
 
-def _numbers(observation: Any) -> Array:  # noqa: ANN401
+def _numbers(observation: Any) -> Array:
     """The numbers of an observation in one row, without large parts (images)."""
     if isinstance(observation, dict):
         observation = [observation[name] for name in sorted(observation)]
@@ -644,7 +642,7 @@ def _numbers(observation: Any) -> Array:  # noqa: ANN401
     return numbers if numbers.size <= MAX_CLOCK_NUMBERS else np.zeros(0)
 
 
-def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
+def _same(one: Any, other: Any) -> bool:
     """Whether two nested values are equal."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)

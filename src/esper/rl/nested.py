@@ -110,14 +110,14 @@ def _dtype(data: Mapping[str, Any]) -> np.dtype[Any]:
     return np.dtype(str(data["dtype"]))
 
 
-def _constant(bounds: Array) -> Any:  # noqa: ANN401
+def _constant(bounds: Array) -> Any:
     """Bounds as text, since JSON has no infinity; one text if all are equal."""
     texts = bounds.astype(str)
     same = bounds.size and (bounds == bounds.flat[0]).all()
     return str(texts.flat[0]) if same else texts.tolist()
 
 
-def value_at(value: Any, path: Path) -> Any:  # noqa: ANN401
+def value_at(value: Any, path: Path) -> Any:
     """The part of a nested value at a path."""
     for name in path:
         value = value[name]
@@ -129,7 +129,7 @@ def from_parts(
     part: Callable[[Path], Any],
     path: Path = (),
     kinds: tuple[Any, Any] = (dict, tuple),
-) -> Any:  # noqa: ANN401
+) -> Any:
     """A value of a nested space; `part` returns the value at each path."""
     if isinstance(space, spaces.Dict):
         inner = space.spaces.items()
@@ -140,11 +140,11 @@ def from_parts(
     return part(path)
 
 
-def batch_of_one(space: Space[Any], observation: Any) -> Any:  # noqa: ANN401
+def batch_of_one(space: Space[Any], observation: Any) -> Any:
     """An observation as a batch of one."""
     return from_parts(space, lambda path: np.asarray(value_at(observation, path))[None])
 
 
-def first_of(space: Space[Any], actions: Any) -> Any:  # noqa: ANN401
+def first_of(space: Space[Any], actions: Any) -> Any:
     """The first action of a batch."""
     return from_parts(space, lambda path: value_at(actions, path)[0])

@@ -87,12 +87,7 @@ class ObservationReader(Stateful):
         """The largest absolute number in each image so far."""
 
     def read(
-        self,
-        observation: Any,  # noqa: ANN401
-        acts: Array,
-        where: str = "",
-        *,
-        learn: bool = False,
+        self, observation: Any, acts: Array, where: str = "", *, learn: bool = False
     ) -> dict[str, Tensor]:
         """Features of a batch of observations; `learn` updates the statistics.
 

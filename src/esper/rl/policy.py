@@ -33,12 +33,7 @@ from esper.contracts.features import Leaf
 from esper.rl.encoders import Encoder, image_encoder, own_encoder
 from esper.rl.settings import PPOSettings
 from esper.rl.spaces import SpaceSpec
-from esper.simic.agent.distribution import (
-    Decision,
-    family_of,
-    first_choice,
-    gumbel,
-)
+from esper.simic.agent.distribution import Decision, family_of, first_choice, gumbel
 from esper.simic.agent.memory import Starts, State, make_memory
 
 Array = NDArray[Any]
@@ -194,7 +189,7 @@ class SpacePolicy(nn.Module):
         seen = torch.from_numpy(largest > 0).to(scale.device)
         self.image_scale.copy_(torch.where(seen, scale, self.image_scale))
 
-    def read(self, observation: Any) -> tuple[Features, Any]:  # noqa: ANN401
+    def read(self, observation: Any) -> tuple[Features, Any]:
         """Features and masks of what `Vector` shows."""
         return observation.features, observation.masks
 
@@ -372,10 +367,7 @@ class SpacePolicy(nn.Module):
 
     def _padded(self, outputs: Float[Tensor, " output *row"]) -> Tensor:
         """Outputs of all heads after each other with room for the widest in each."""
-        places = self._allowed.numel()
-        if len(outputs) == places and not len(self.log_deviation):
-            return outputs
-        blank = outputs.new_zeros(places, *outputs.shape[1:])
+        blank = outputs.new_zeros(self._allowed.numel(), *outputs.shape[1:])
         return blank.index_copy(0, self._places, outputs)
 
     def _values(self, seen: Hidden) -> Float[Tensor, " row"]:
@@ -401,14 +393,14 @@ class _Tanh(torch.autograd.Function):
     """The hyperbolic tangent by a sigmoid; on a CPU torch.tanh is four times slower."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return 2 sigmoid(2 x) - 1."""
         y = torch.sigmoid(x + x).mul_(2.0).sub_(1.0)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return grad (1 - y^2)."""
         (y,) = ctx.saved_tensors
         slope: Tensor = torch.ops.aten.tanh_backward(grad, y)

@@ -153,8 +153,6 @@ class PPO(Stateful):
         value_coef: Value loss coefficient.
         value_clip: Clip range of the value, in standard deviations of returns.
         value_norm_decay: Decay per update of mean and variance of returns.
-        advantage_floor: Smallest deviation that advantages are divided by, in standard
-            deviations of returns.
         max_grad_norm: Maximum norm of the gradient.
         schedule: How learning rate and bonuses move during `learn`:
             "linear", "cosine" or "constant", or a function that returns their factor
@@ -208,7 +206,6 @@ class PPO(Stateful):
         value_coef: float = 0.5,
         value_clip: float | None = None,
         value_norm_decay: float = 0.95,
-        advantage_floor: float = 0.0,
         max_grad_norm: float = 0.5,
         schedule: Schedule = "linear",
         clip_schedule: Schedule = "constant",
@@ -219,7 +216,7 @@ class PPO(Stateful):
         encoder: Encoder | None = None,
         autoregressive: bool = False,
         normalize: bool = True,
-        head_relevance: Any = None,  # noqa: ANN401
+        head_relevance: Any = None,
         masks: MaskSource | None = "auto",
         env_timeout: float = TIMEOUT,
         device: torch.device | str = "cpu",
@@ -483,10 +480,10 @@ class PPO(Stateful):
 
     def predict(
         self,
-        observation: Any,  # noqa: ANN401
+        observation: Any,
         state: Array | None = None,
-        episode_start: Any = None,  # noqa: ANN401
-        action_masks: Any = None,  # noqa: ANN401
+        episode_start: Any = None,
+        action_masks: Any = None,
         deterministic: bool = True,
     ) -> tuple[Any, Array | None]:
         """Actions for one observation or a batch of them, and the memory after it.
@@ -765,7 +762,7 @@ def _envs_of(source: Source) -> int | None:
     return 1 if isinstance(source, Env) else None
 
 
-def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:  # noqa: ANN401
+def _table(head_relevance: Any) -> tuple[tuple[bool, ...], ...] | None:
     """A table as nested tuples."""
     if head_relevance is None:
         return None
@@ -821,6 +818,8 @@ def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
         data = dict(manifest.facts["settings"])
         if data["target_kl"] == "inf":
             data["target_kl"] = math.inf
+        if data.get("advantage_floor") == 0.0:  # a setting that is gone
+            del data["advantage_floor"]
         text = json.dumps(data)
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
         with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype

@@ -201,7 +201,6 @@ class Changes(TypedDict, total=False):
     value_coef: float
     value_clip: float | None
     value_norm_decay: float
-    advantage_floor: float
     max_grad_norm: float
     schedule: Schedule
     clip_schedule: Schedule
@@ -234,7 +233,7 @@ def names_checked(method: F) -> F:
     _, *known = signature(method).parameters
 
     @wraps(method)
-    def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+    def call(*args: Any, **options: Any) -> Any:
         given = [name for name in options if name not in known]
         if any(isinstance(each, str) and each.endswith("Policy") for each in args):
             given.append("policy")
@@ -245,7 +244,7 @@ def names_checked(method: F) -> F:
     return cast("F", call)
 
 
-def plain(value: Any) -> Any:  # noqa: ANN401
+def plain(value: Any) -> Any:
     """A value without NumPy's numbers, which files do not hold."""
     if isinstance(value, Mapping):
         return {name: plain(inner) for name, inner in value.items()}

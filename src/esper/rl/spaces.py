@@ -102,7 +102,7 @@ class Part:
                 return self.space.start.reshape(-1)
         return np.zeros(len(self.sizes), np.int64)
 
-    def of(self, value: Any) -> Any:  # noqa: ANN401
+    def of(self, value: Any) -> Any:
         """This part of a value of the whole space."""
         return value_at(value, self.path)
 
@@ -240,12 +240,6 @@ class SpaceSpec:
         return int(self._maskable.sum())
 
     @cached_property
-    def _mask_shape(self) -> tuple[int, int]:
-        """Heads and width of a padded mask."""
-        sizes = [size for part in self._action_parts for size in part.sizes]
-        return len(sizes), max(sizes, default=0)
-
-    @cached_property
     def observation(self) -> Mapping[str, Leaf]:
         """Shapes and dtypes of the vector and the images, channels first."""
         leaves = {}
@@ -287,7 +281,7 @@ class SpaceSpec:
         space = self.observation_space
         return isinstance(space, spaces.Dict) and MASK in space.spaces
 
-    def rows_of(self, observation: Any) -> int | None:  # noqa: ANN401
+    def rows_of(self, observation: Any) -> int | None:
         """Number of observations in a batch; None for a single observation."""
         rows = []
         for part in self._observation_parts:
@@ -315,14 +309,14 @@ class SpaceSpec:
             )
         return rows[0]
 
-    def vector(self, observations: Any, envs: int) -> Array:  # noqa: ANN401
+    def vector(self, observations: Any, envs: int) -> Array:
         """Numbers, flags and one-hot encoded choices as `[env, column]`."""
         columns = [
             _encoded(part, part.of(observations), envs) for part in self._vector_parts
         ]
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
-    def images(self, observations: Any, envs: int) -> dict[str, Tensor]:  # noqa: ANN401
+    def images(self, observations: Any, envs: int) -> dict[str, Tensor]:
         """Images by name, channels first and not scaled."""
         found = {}
         for index, part in enumerate(self._images):
@@ -365,7 +359,7 @@ class SpaceSpec:
         found: Space[Any] = from_parts(space, boxes.__getitem__, kinds=kinds)
         return found
 
-    def encoder_input(self, features: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
+    def encoder_input(self, features: Mapping[str, Tensor]) -> Any:
         """Features of rows as nested tensors `[row, ...]` of `encoder_space`."""
         space, at, image = self.encoder_space, 0, 0
         found: dict[Path, Tensor] = {}
@@ -379,7 +373,7 @@ class SpaceSpec:
                 found[part.path] = own.reshape(-1, *shape)
         return from_parts(space, found.__getitem__)
 
-    def to_env(self, actions: Tensor) -> Any:  # noqa: ANN401
+    def to_env(self, actions: Tensor) -> Any:
         """Actions `[env, head]` as an element of the batched action space."""
         array, at, values = actions.numpy(), 0, {}
         for part in self._action_parts:
@@ -395,10 +389,7 @@ class SpaceSpec:
         return from_parts(self.action_space, values.__getitem__)
 
     def head_masks(
-        self,
-        masks: Any,  # noqa: ANN401
-        envs: int,
-        needed: Array | None = None,
+        self, masks: Any, envs: int, needed: Array | None = None
     ) -> Bool[Tensor, "env *op head choice"]:
         """Legal choices of each head, padded to the width of the largest head.
 
@@ -424,86 +415,57 @@ class SpaceSpec:
                 f"{envs} environments need {envs} masks, got {count}."
             )
         flat = flags(flat, needed)
-        total, (heads, width) = self.mask_entries, self._mask_shape
-        entries, table = self._maskable, (self.sizes[0], total)
-        if heads > 1 and not self.numeric[0] and flat.shape[1:] == table:
-            return self._tables(flat, needed)
-        if flat.shape[1:] == (total,) and total == entries.size:
-            rows = flat.reshape(envs, *entries.shape)
-        elif flat.shape[1:] == (total,):
-            rows = self._unmasked(envs)
-            rows[:, entries] = flat
-        elif flat.shape[1:] == (heads, width):
-            rows, own = self._unmasked(envs), entries.any(axis=1)
-            rows[:, own, :width] = flat & entries[own, :width]
-        else:
-            raise InvalidInputError(
-                f"an action mask must have {total} entries, or the shape "
-                f"{[heads, width]} or {[*table]}, got {list(flat.shape[1:])}."
-            )
-        if needed is not None and not needed.all():
-            rows[~needed] = self.allowed.numpy()
-        possible = rows.any(axis=2)
-        if not possible.all():
-            env, head = (int(index) for index in np.argwhere(~possible)[0])
-            raise self._nothing_legal(env, head)
-        return torch.from_numpy(rows)
-
-    def _unmasked(self, *axes: int) -> Array:
-        """Masks `[*axes, head, choice]` that allow numbers and no choice yet."""
-        numbers = self.allowed.numpy() & ~self._maskable
-        return np.broadcast_to(numbers, (*axes, *numbers.shape)).copy()
-
-    def _nothing_legal(
-        self, env: int, head: int, given: str = ""
-    ) -> NoLegalActionError:
-        return NoLegalActionError(
-            f"the mask of environment {env} allows nothing for head "
-            f"{self.head_names[head]!r}{given}. Allow at least one choice."
-        )
-
-    def _tables(
-        self, flat: Array, needed: Array | None
-    ) -> Bool[Tensor, "env op head choice"]:
-        """Legal choices of all heads given each choice of the first one."""
-        envs, ops = flat.shape[:2]
-        rows = self._unmasked(envs, ops)
-        rows[:, :, self._maskable] = flat
-        rows[:, :, 0, :ops] = flat[:, range(ops), range(ops)][:, None]
+        entries, total, is_table = self._maskable, self.mask_entries, False
+        if flat.shape[1:] != (total,):
+            own, table = entries.any(axis=1), (self.sizes[0], total)
+            padded = int(own.sum()), int(entries.sum(axis=1).max())
+            is_table = padded[0] > 1 and not self.numeric[0] and flat.shape[1:] == table
+            if not is_table and flat.shape[1:] != padded:
+                raise InvalidInputError(
+                    f"an action mask must have {total} entries, or the shape "
+                    f"{[*padded]} or {[*table]}, got {list(flat.shape[1:])}."
+                )
+            if not is_table:
+                flat = flat[:, entries[own, : padded[1]]]
+        numbers = self.allowed.numpy() & ~entries
+        rows = np.broadcast_to(numbers, (*flat.shape[:-1], *numbers.shape)).copy()
+        rows[..., entries] = flat
+        if is_table:
+            ops = range(self.sizes[0])
+            rows[:, :, 0, : len(ops)] = flat[:, ops, ops][:, None]
         if needed is not None:
             rows[~needed] = self.allowed.numpy()
-        legal = rows[:, 0, 0, :ops]
-        used = np.ones((ops, len(self.sizes)), bool)
-        if self.head_relevance is not None:
-            used = np.array(self.head_relevance)
-        stuck = legal[:, :, None] & used & ~rows.any(axis=3)
-        stuck[~legal.any(axis=1), 0, 0] = True
+        stuck = np.logical_not(rows.any(axis=-1))  # [env, *op, head]
+        if is_table:
+            stuck[:, :, 1:] &= rows[:, 0, 0, : len(ops), None]
+            if self.head_relevance is not None:
+                stuck &= np.array(self.head_relevance)
         if stuck.any():
-            env, op, head = (int(index) for index in np.argwhere(stuck)[0])
-            given = f" with choice {op} of {self.head_names[0]!r}" if head else ""
-            raise self._nothing_legal(env, head, given)
+            env, *op, head = (int(index) for index in np.argwhere(stuck)[0])
+            given = ""
+            if op and head:
+                given = f" with choice {op[0]} of {self.head_names[0]!r}"
+            raise NoLegalActionError(
+                f"the mask of environment {env} allows nothing for head "
+                f"{self.head_names[head]!r}{given}. Allow at least one choice."
+            )
         return torch.from_numpy(rows)
 
-    def mask_row(self, mask: Any) -> Array:  # noqa: ANN401
+    def mask_row(self, mask: Any) -> Array:
         """The mask of one environment, whole or head by head, as one array."""
         if not isinstance(mask, Mapping | tuple | list):
             return np.asarray(mask)
-        heads = [
-            self.mask_row(head) if isinstance(head, tuple | list) else np.asarray(head)
-            for head in self._by_head(mask)
-        ]
-        if all(head.ndim == 0 for head in heads):  # one list of all choices
-            return np.stack(heads)
-        return np.concatenate([head.reshape(-1) for head in heads])
+        heads = [self.mask_row(head).reshape(-1) for head in self._by_head(mask)]
+        return np.concatenate(heads)
 
-    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:  # noqa: ANN401
+    def _stacked(self, masks: Any, envs: int, needed: Array | None) -> Array:
         """Masks of all environments as one array `[env, ...]`."""
         if isinstance(masks, Mapping) or self._is_by_head(masks, envs):
             heads = [self._one_array(x, needed) for x in self._by_head(masks)]
             return np.concatenate([x.reshape(len(x), -1) for x in heads], axis=1)
         return self._one_array(masks, needed)
 
-    def _one_array(self, masks: Any, needed: Array | None) -> Array:  # noqa: ANN401
+    def _one_array(self, masks: Any, needed: Array | None) -> Array:
         """Masks as one array; they may be one object per environment."""
         objects = isinstance(masks, np.ndarray) and masks.dtype == object
         if not isinstance(masks, list | tuple) and not (objects and masks.ndim == 1):
@@ -521,7 +483,7 @@ class SpaceSpec:
         full = np.ones_like(known)
         return np.stack([full if m is None else m for m in each])
 
-    def _is_by_head(self, masks: Any, envs: int) -> bool:  # noqa: ANN401
+    def _is_by_head(self, masks: Any, envs: int) -> bool:
         """Whether the masks are one array `[env, choice]` per head."""
         if not isinstance(masks, tuple):
             return False
@@ -529,7 +491,7 @@ class SpaceSpec:
         fits = len(arrays) == len(masks) and all(len(x) == envs for x in arrays)
         return fits and sum(x.shape[1] for x in arrays) == self.mask_entries
 
-    def _by_head(self, masks: Any) -> list[Any]:  # noqa: ANN401
+    def _by_head(self, masks: Any) -> list[Any]:
         if not isinstance(masks, Mapping):
             return [*masks]
         lasts = [part.path[-1] for part in self._choice_parts if part.path]
@@ -652,7 +614,7 @@ def _checked(part: Part, array: Array, envs: int) -> Array:
     return array
 
 
-def _encoded(part: Part, value: Any, envs: int) -> Array:  # noqa: ANN401
+def _encoded(part: Part, value: Any, envs: int) -> Array:
     """A part of all observations as float32 `[env, column]`."""
     array = _checked(part, np.asarray(value), envs).reshape(envs, -1)
     if isinstance(part.space, spaces.Box):

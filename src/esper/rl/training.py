@@ -24,12 +24,7 @@ from esper.rl.settings import PPORunConfig, PPOSettings
 from esper.runs.records import TEST
 from esper.runs.run import STORE, Run, versions_now
 from esper.runs.settings import as_toml, construct, table_of
-from esper.runs.sinks import (
-    Loggers,
-    require_loggers,
-    resumed_loggers,
-    split_loggers,
-)
+from esper.runs.sinks import Loggers, require_loggers, resumed_loggers, split_loggers
 from esper.runs.store import Store, usable_store
 from esper.runs.train_config import Budget
 from esper.training.callbacks import Checkpoint, Log, Record

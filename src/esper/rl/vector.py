@@ -90,7 +90,7 @@ class SyncEnvs(SyncVectorEnv):
         self,
         makers: Sequence[Callable[[], Env[Any, Any]]],
         seconds: float = TIMEOUT,
-        at: Any = None,  # noqa: ANN401
+        at: Any = None,
     ) -> None:
         self._seconds, self.at = seconds, c_int() if at is None else at
         super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -144,22 +144,22 @@ class SyncEnvs(SyncVectorEnv):
             found.append((shown, reward, terminated, truncated, mask, final))
         return found
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:  # noqa: ANN401
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
         """Start an episode in every environment."""
         shown, *_, info = _joined_rows(self, self.reset_rows(seed))
         return shown, info
 
-    def step(self, actions: Any) -> Any:  # noqa: ANN401
+    def step(self, actions: Any) -> Any:
         """Step all environments and reset those whose episode ended."""
         given = [*iterate(self.action_space, actions)]
         return _joined_rows(self, self.step_rows(given))
 
-    def close_extras(self, **options: Any) -> None:  # noqa: ANN401
+    def close_extras(self, **options: Any) -> None:
         """Close every environment; errors become one warning."""
         close_all([env.close for env in getattr(self, "envs", ())], self._seconds)
 
 
-def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:  # noqa: ANN401
+def _joined_rows(envs: Any, rows: list[Any]) -> tuple[Any, ...]:
     """The results of all environments as those of a vector environment."""
     shown, paid, *ends, masks, finals = map(list, zip(*rows, strict=True))
     if all(type(reward) is float for reward in paid):
@@ -236,14 +236,14 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
         self.single_observation_space, self.single_action_space = seen, acted
         self.action_space = batch_space(acted, num_envs)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:  # noqa: ANN401
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         """Start an episode in every environment."""
         starts = [share.start for share in self._shares]
         seeds = [(None if seed is None else seed + start,) for start in starts]
         shown, *_, info = _joined_rows(self, self._request("reset_rows", seeds))
         return shown, info
 
-    def step(self, actions: Any) -> Any:  # noqa: ANN401
+    def step(self, actions: Any) -> Any:
         """Step all environments and reset those whose episode ended."""
         rows = [*iterate(self.action_space, actions)]
         given = [(rows[share],) for share in self._shares]
@@ -280,7 +280,7 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
             self._pending.remove(worker)
         return found
 
-    def close_extras(self, **options: Any) -> None:  # noqa: ANN401
+    def close_extras(self, **options: Any) -> None:
         """Ask the processes to exit, and kill those that do not."""
         if not self._pending:
             for pipe in self._pipes:
@@ -302,7 +302,7 @@ class AsyncEnvs(VectorEnv[Any, Any, Any]):
             self._kill()
 
 
-def _work(pipe: Any, make: Any, share: slice, seconds: float, at: Any) -> None:  # noqa: ANN401
+def _work(pipe: Any, make: Any, share: slice, seconds: float, at: Any) -> None:
     """Make some environments, then do what the pipe asks for until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what it means
     Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -333,7 +333,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _batch(space: Space[Any], shown: list[Any]) -> Any:  # noqa: ANN401
+def _batch(space: Space[Any], shown: list[Any]) -> Any:
     """Observations of all environments as an element of the batched space."""
     if type(space) is spaces.Box:  # faster than `concatenate`
         array = np.array(shown)
@@ -471,7 +471,7 @@ class Vector:
             final=last,
         )
 
-    def _rewards(self, rewards: Any, acted: Array) -> Array:  # noqa: ANN401
+    def _rewards(self, rewards: Any, acted: Array) -> Array:
         """Rewards `[env]`; raises for NaN and infinity where an action counted."""
         found, step = np.asarray(rewards), self.steps - 1
         if found.size != self.num_envs:
@@ -503,7 +503,7 @@ class Vector:
         else:
             close_all([self.env.close], self._seconds)
 
-    def _call(self, name: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         """Call a method of the vector environment with a time limit."""
         call = partial(getattr(self.env, name), *args, **options)
         return self._guarded(name, call, limited=not isinstance(self.env, AsyncEnvs))
@@ -543,7 +543,7 @@ class Vector:
 
     def _view(
         self,
-        observation: Any,  # noqa: ANN401
+        observation: Any,
         info: Mapping[str, Any],
         episode_start: Array,
         acts: Array,
@@ -572,11 +572,8 @@ class Vector:
         return f" of {self.name} at step {self.steps}"
 
     def _query_masks(
-        self,
-        observation: Any,  # noqa: ANN401
-        info: Mapping[str, Any],
-        acts: Array,
-    ) -> Any:  # noqa: ANN401
+        self, observation: Any, info: Mapping[str, Any], acts: Array
+    ) -> Any:
         """Masks as the environments return them."""
         if self._masks == "observation":
             return observation[MASK]
@@ -621,7 +618,7 @@ class Vector:
             found = hasattr(self._base, MASK_METHOD)
         return "method" if found else None
 
-    def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:  # noqa: ANN401
+    def _final(self, observation: Any, info: Mapping[str, Any], ended: Array) -> Any:
         """All observations, with final observations where episodes ended."""
         finals = info.get("final_obs")
         there = np.asarray(info.get("_final_obs", ended))
@@ -696,7 +693,7 @@ def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, RaisedInWorker) else described(error)
 
 
-def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
+def _one(make: Callable[[], Any]) -> Any:
     env = make()
     if isinstance(env, VectorEnv):
         raise InvalidInputError("the function makes a VectorEnv; pass what it makes.")
@@ -704,7 +701,7 @@ def _one(make: Callable[[], Any]) -> Any:  # noqa: ANN401
     return env
 
 
-def _final_part(finals: Any, path: Path, env: int) -> Any:  # noqa: ANN401
+def _final_part(finals: Any, path: Path, env: int) -> Any:
     """A part of one final observation, from a batch or from one object per row."""
     is_row = False
     for name in path:
@@ -723,7 +720,7 @@ def _joined(
     old, new = info[MASK], fresh[MASK]
     there = [np.asarray(x.get(f"_{MASK}", np.ones_like(reset))) for x in (info, fresh)]
 
-    def merge(old: Any, new: Any) -> Any:  # noqa: ANN401
+    def merge(old: Any, new: Any) -> Any:
         if isinstance(old, Mapping):
             return {name: merge(old[name], new[name]) for name in old}
         merged = np.array(old, copy=True)

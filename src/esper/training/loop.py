@@ -20,13 +20,7 @@ from torch import Tensor
 from esper.contracts.errors import InvalidInputError, NotFiniteError
 from esper.contracts.messages import quoted
 from esper.contracts.state import Stateful, leaves
-from esper.runs.records import (
-    Floats,
-    Results,
-    RoundRecord,
-    bounded,
-    interquartile_mean,
-)
+from esper.runs.records import Floats, Results, RoundRecord, bounded, interquartile_mean
 from esper.simic.agent.metrics import UpdateRecord
 from esper.simic.agent.ppo import PPOAgent
 from esper.simic.rollout import EpisodeStats, concat

@@ -37,11 +37,6 @@ class ClippingAdam(torch.optim.Adam):
         self._states: list[list[Tensor]] = []
         self._one = torch.ones_like(self._counts)
 
-    def forget_gradients(self) -> None:
-        """Set all gradients to None."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def gradient_norm(self) -> Float[Tensor, ""]:
         """Return the norm of all gradients."""
         has_grad = [parameter.grad is not None for parameter in self._parameters]

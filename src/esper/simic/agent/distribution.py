@@ -109,14 +109,14 @@ class Policy(Protocol):
     def initial_state(self, envs: int) -> Float[Tensor, "env layer state"]:
         """Return empty memory."""
 
-    def read(self, observation: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def read(self, observation: Any) -> tuple[Any, Any]:
         """Features and masks of what a world shows."""
         ...
 
     def act(
         self,
-        features: Any,  # noqa: ANN401
-        masks: Any,  # noqa: ANN401
+        features: Any,
+        masks: Any,
         episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
         generator: Generator | None,
@@ -125,8 +125,8 @@ class Policy(Protocol):
 
     def evaluate_actions(
         self,
-        features: Any,  # noqa: ANN401
-        actions: Any,  # noqa: ANN401
+        features: Any,
+        actions: Any,
         episode_start: Bool[Tensor, "env time"],
         state: Float[Tensor, "env layer state"],
     ) -> tuple[Float[Tensor, "env time head choice"], Float[Tensor, "env time"]]:
@@ -134,7 +134,7 @@ class Policy(Protocol):
 
     def value(
         self,
-        features: Any,  # noqa: ANN401
+        features: Any,
         episode_start: Bool[Tensor, " env"],
         state: Float[Tensor, "env layer state"],
     ) -> Float[Tensor, " env"]:

@@ -77,9 +77,6 @@ class PPOConfig:
     """Clip range of the value, in standard deviations of returns. none: no clipping."""
     value_norm_decay: float = 0.95
     """Decay per update of the running mean and variance of returns."""
-    advantage_floor: float = 0.0
-    """Smallest deviation that advantages are divided by, in standard deviations of
-    returns. Otherwise an agent that has learnt everything learns noise."""
     max_grad_norm: float = 0.5
     """Maximum norm of the gradient; larger gradients are scaled down."""
 
@@ -109,7 +106,6 @@ class PPOConfig:
             ("value_coef", _are_weights(self.value_coef), "finite, not negative"),
             ("value_clip", clip is None or clip > 0.0, "positive or None"),
             ("value_norm_decay", 0.0 <= self.value_norm_decay <= 1.0, "in [0, 1]"),
-            ("advantage_floor", _are_weights(self.advantage_floor), "finite, from 0"),
             ("max_grad_norm", self.max_grad_norm > 0.0, "positive"),
         ):
             if not valid:
@@ -269,14 +265,11 @@ def subtract_group_baseline(
 
 
 def normalize_advantages(
-    advantages: Float[Tensor, "env time"],
-    valid: Bool[Tensor, "env time"],
-    least: Float[Tensor, ""] | float = 0.0,
+    advantages: Float[Tensor, "env time"], valid: Bool[Tensor, "env time"]
 ) -> Float[Tensor, "env time"]:
     """Normalise to mean 0 and standard deviation 1 over valid steps; 0 on padding.
 
-    They are divided by no less than `least` and `SMALLEST_DEVIATION`, so equal
-    advantages become 0.
+    They are divided by no less than `SMALLEST_DEVIATION`, so equal ones become 0.
     """
     count = valid.sum().clamp(min=1)
     centred = torch.where(valid, advantages, 0.0)
@@ -284,7 +277,7 @@ def normalize_advantages(
     for _ in range(2):
         centred = torch.where(valid, centred - centred.sum() / count, 0.0)
     deviation = (centred.square().sum() / count).sqrt()
-    return centred / deviation.clamp(min=least).clamp(min=SMALLEST_DEVIATION)
+    return centred / deviation.clamp(min=SMALLEST_DEVIATION)
 
 
 def masked_mean(

@@ -17,7 +17,6 @@ from torch import Tensor
 SCALARS: Final = ("policy_loss", "value_loss", "clip_fraction", "clamped", "grad_norm")
 PER_HEAD: Final = ("kl", "entropy", "openness", "grad_norm")
 SHARED_TERMS: Final = ("gain", "value_error", "clipped", "clamped")
-FLAGS: Final = ("taken", "stopped", "finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,50 +33,50 @@ class Diagnostics:
     """Number of these steps: those with a choice, for terms of a head."""
 
     @property
-    def policy_loss(self) -> Any:  # noqa: ANN401
+    def policy_loss(self) -> Any:
         """Mean clipped objective, negated."""
         return -self._mean(0)
 
     @property
-    def value_loss(self) -> Any:  # noqa: ANN401
+    def value_loss(self) -> Any:
         """Mean value error."""
         return self._mean(1)
 
     @property
-    def clip_fraction(self) -> Any:  # noqa: ANN401
+    def clip_fraction(self) -> Any:
         """Fraction of steps whose joint ratio left the clip range."""
         return self._mean(2)
 
     @property
-    def clamped(self) -> Any:  # noqa: ANN401
+    def clamped(self) -> Any:
         """Number of steps whose log-ratio was clamped."""
         return self.sums[..., 3]
 
     @property
-    def total_kl(self) -> Any:  # noqa: ANN401
+    def total_kl(self) -> Any:
         """KL(old || new) of all heads, summed over steps."""
         return self.sums[..., self._heads(0)].sum(-1)
 
     @property
-    def kl(self) -> Any:  # noqa: ANN401
+    def kl(self) -> Any:
         """KL(old || new) of each head; the sum estimates the joint KL."""
         return self.sums[..., self._heads(0)] / self._steps()[..., None]
 
     @property
-    def entropy(self) -> Any:  # noqa: ANN401
+    def entropy(self) -> Any:
         """Mean normalised entropy of each head where open; of numbers in bits."""
         heads = self._heads(1)
         return self.sums[..., heads] / self.counts[..., heads].clip(min=1)
 
     @property
-    def openness(self) -> Any:  # noqa: ANN401
+    def openness(self) -> Any:
         """Fraction of valid steps on which each head had more than one choice."""
         return self.counts[..., self._heads(1)] / self._steps()[..., None]
 
-    def _mean(self, term: int) -> Any:  # noqa: ANN401
+    def _mean(self, term: int) -> Any:
         return self.sums[..., term] / self._steps()
 
-    def _steps(self) -> Any:  # noqa: ANN401
+    def _steps(self) -> Any:
         return self.counts[..., 0].clip(min=1)
 
     def _heads(self, block: int) -> slice:

@@ -213,9 +213,7 @@ class PPOAgent(Stateful):
         for group in self.optimizer.param_groups:
             group["lr"] = factor * self.config.learning_rate
         self._weights = loss_weights(
-            self.config,
-            factor * self._full_entropy,
-            factor**2 * self._full_exploration,
+            self.config, factor * self._full_entropy, factor**2 * self._full_exploration
         )
 
     def update(self) -> UpdateRecord:
@@ -287,8 +285,7 @@ class PPOAgent(Stateful):
 
     def _targets(self, batch: SequenceBatch) -> Targets:
         """Normalise the numbers of a batch; split its rows into steps if wanted."""
-        least = self.config.advantage_floor * self.moments.scale()
-        advantages = normalize_advantages(batch.advantages, batch.valid_mask, least)
+        advantages = normalize_advantages(batch.advantages, batch.valid_mask)
         mean, scale = self.policy.value_mean, self.policy.value_scale
         batch = replace(
             batch,
@@ -313,7 +310,7 @@ class PPOAgent(Stateful):
             raise InvalidStateError(
                 "the loss does not require grad. Unfreeze some parameters."
             )
-        self.optimizer.forget_gradients()
+        self.optimizer.zero_grad()
         terms.loss.backward()
         with torch.no_grad():
             norm, steps = self.optimizer.gradient_norm(), terms.counts[0]

@@ -83,7 +83,7 @@ class SequenceBatch:
     group_size: int = 1
     """Number of consecutive rows that share random numbers."""
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401
+    def __getitem__(self, name: str) -> Any:
         """Return a field by name."""
         if name not in self.__slots__:
             raise KeyError(f"no field {name!r}; there are {', '.join(self.__slots__)}.")
@@ -204,11 +204,7 @@ class TamiyoRolloutBuffer:
 
     @classmethod
     def for_policy(
-        cls,
-        policy: Policy,
-        num_envs: int,
-        max_steps: int,
-        **settings: Any,  # noqa: ANN401
+        cls, policy: Policy, num_envs: int, max_steps: int, **settings: Any
     ) -> "TamiyoRolloutBuffer":
         """Create a buffer with the spec and the memory shape of a policy.
 
@@ -295,8 +291,8 @@ class TamiyoRolloutBuffer:
             results = [by_time[name] for name in RESULTS]
             self._count_array = self._counts.numpy()
             self._arrays = [field.numpy() for field in (*self._rollout, *results)]
-            self._chosen = [self._storage[name].numpy() for name in CHOICE_FIELDS]
-            self._ended = [self._storage[name].numpy() for name in END_FIELDS]
+            names = (*CHOICE_FIELDS, *END_FIELDS)
+            self._checked = [self._storage[name].numpy() for name in names]
             self._finite = {
                 f.name: self._storage[f.name].numpy().reshape(columns, num_envs, -1)
                 for f in self._fields
@@ -350,7 +346,7 @@ class TamiyoRolloutBuffer:
         self,
         decision: Decision | None = None,
         *,
-        features: Any,  # noqa: ANN401
+        features: Any,
         episode_start: Bool[Tensor, " env"],
         rewards: Float32[Tensor, " env"],
         terminated: Bool[Tensor, " env"],
@@ -572,7 +568,7 @@ class TamiyoRolloutBuffer:
             "a rollout buffer cannot be pickled or copied. Collect a new rollout."
         )
 
-    def _leaves(self, features: Any) -> list[Tensor]:  # noqa: ANN401
+    def _leaves(self, features: Any) -> list[Tensor]:
         """Return the tensors of an observation in the order of the spec."""
         kind: type[Any] = self.spec.observation_type
         if not isinstance(features, kind):
@@ -653,24 +649,20 @@ class TamiyoRolloutBuffer:
         at = columns.numpy()
         for name, array in self._finite.items():
             self._require_finite(name, array, at)
-        problem = env = head = 0
-        if not self._numeric.all():
-            problem, env, head = _first_bad_choice(
-                *self._chosen, self._sizes, self._numeric, at
-            )
-        if problem:
-            error, text = PROBLEMS[problem]
-            action, log_prob = (x[at[env], env, head] for x in self._chosen[1:3])
-            raise error(
-                f"{text} Head {self.spec.head_names[head]!r} of environment {env} at "
-                f"step {int(self._counts[env])}: action {action}, log-probability "
-                f"{log_prob}."
-            )
-        problem, env = _first_bad_end(*self._ended, at)
-        if problem:
-            error, text = PROBLEMS[problem]
-            step = int(self._counts[env])
-            raise error(f"{text} Check the data of environment {env} at step {step}.")
+        problem, env, head = _first_problem(
+            *self._checked, self._sizes, self._numeric, at
+        )
+        if not problem:
+            return
+        error, text = PROBLEMS[problem]
+        where = f"environment {env} at step {int(self._counts[env])}"
+        if head < 0:
+            raise error(f"{text} Check the data of {where}.")
+        action, log_prob = (x[at[env], env, head] for x in self._checked[1:3])
+        raise error(
+            f"{text} Head {self.spec.head_names[head]!r} of {where}: action {action}, "
+            f"log-probability {log_prob}."
+        )
 
     def _unfinished(self) -> Bool[Tensor, " env"]:
         """Return which rows have a last step that did not end its episode."""
@@ -742,20 +734,28 @@ def _first_infinite(values: Array, at: Array) -> int:
 
 
 @kernel
-def _first_bad_choice(
+def _first_problem(
     masks: Array,
     actions: Array,
     log_probs: Array,
     distribution: Array,
+    episode_start: Array,
+    dones: Array,
+    truncated: Array,
+    final_values: Array,
     sizes: Array,
     numeric: Array,
     at: Array,
 ) -> tuple[int, int, int]:
-    """Return the first problem of a choice, its environment and its head, or zeros."""
+    """Return the first problem or 0, its environment, and its head; -1 of no head."""
     for env in range(masks.shape[1]):
         now = at[env]
         if now == masks.shape[0] - 1:
             continue
+        if truncated[now, env] and not np.isfinite(final_values[now, env]):
+            return NO_FINAL_VALUE, env, -1
+        if now > 0 and episode_start[now, env] != dones[now - 1, env]:
+            return BAD_START, env, -1
         for head in range(masks.shape[2]):
             mask, action = masks[now, env, head], int(actions[now, env, head])
             if mask[sizes[head] :].any():
@@ -774,19 +774,3 @@ def _first_bad_choice(
             if given > 0 or abs(given - expected) > allowed:
                 return MISMATCH, env, head
     return 0, 0, 0
-
-
-@kernel
-def _first_bad_end(
-    episode_start: Array, dones: Array, truncated: Array, final_values: Array, at: Array
-) -> tuple[int, int]:
-    """Return the first problem of an end or start of an episode and its environment."""
-    for env in range(episode_start.shape[1]):
-        now = at[env]
-        if now == episode_start.shape[0] - 1:
-            continue
-        if truncated[now, env] and not np.isfinite(final_values[now, env]):
-            return NO_FINAL_VALUE, env
-        if now > 0 and episode_start[now, env] != dones[now - 1, env]:
-            return BAD_START, env
-    return 0, 0
