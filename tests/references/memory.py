@@ -45,3 +45,48 @@ def conv_mingru(memory, inputs, episode_start, state):
         inputs = torch.stack(rows)
         last.append(torch.stack(ends))
     return inputs, torch.stack(last, dim=1)
+
+
+def attention(memory, inputs, episode_start, state):
+    """Attention as a loop over environments, steps and heads."""
+    envs, _, width = inputs.shape
+    heads, window = memory.by_distance.shape[1:]
+    size = width // heads
+    held = state.unflatten(2, (window - 1, width + 1))
+    known = [[bool(flag > 0.5) for flag in held[env, 0, :, -1]] for env in range(envs)]
+    last = []
+    for layer, (maps, output) in enumerate(
+        zip(memory.maps, memory.outputs, strict=True)
+    ):
+        rows, ends = [], []
+        for env in range(envs):
+            pairs = zip(known[env], held[env, layer, :, :-1], strict=True)
+            seen = [x if is_known else None for is_known, x in pairs]
+            outputs = []
+            for x, fresh in zip(inputs[env], episode_start[env], strict=True):
+                seen = [*([None] * len(seen) if fresh else seen), x]
+                found = []
+                for head in range(heads):
+                    part = slice(head * size, (head + 1) * size)
+                    scores, values = [], []
+                    for distance, other in enumerate(reversed(seen)):
+                        if other is None:
+                            continue
+                        query = maps(x).split(width)[0][part]
+                        _, key, value = (y[part] for y in maps(other).split(width))
+                        bias = memory.by_distance[layer, head, distance]
+                        scores.append((query * key).sum() / size**0.5 + bias)
+                        values.append(value)
+                    weights = torch.stack(scores).softmax(0)
+                    found.append((weights[:, None] * torch.stack(values)).sum(0))
+                outputs.append(x + output(torch.cat(found)))
+                seen = seen[1:]
+            rows.append(torch.stack(outputs))
+            none = x.new_zeros(width + 1)
+            with_flag = [
+                none if x is None else torch.cat((x, x.new_ones(1))) for x in seen
+            ]
+            ends.append(torch.cat(with_flag))
+        inputs = torch.stack(rows)
+        last.append(torch.stack(ends))
+    return inputs, torch.stack(last, dim=1)

@@ -32,7 +32,11 @@ from tests.rollouts import (
 
 TOLERANCE = 1e-5
 MEMORIES = [
-    *((name, layers) for name in ("conv-mingru", "lstm") for layers in (1, 2, 3)),
+    *(
+        (name, layers)
+        for name in ("conv-mingru", "attention", "lstm")
+        for layers in (1, 2, 3)
+    ),
     *(("mingru", 2), ("gru", 2), ("none", 1)),
 ]
 

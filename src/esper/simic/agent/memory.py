@@ -8,7 +8,8 @@ The paper writes z_t W_h x_t, which becomes small for long time spans. The gates
 depend on h, so a sequence is two matrix products and one `scan`. They do not depend on
 earlier inputs either, so MinGRU cannot copy what it saw k steps ago. ConvMinGRU can:
 its gates read a causal convolution over the last inputs, as in Mamba and Griffin.
-GRU and LSTM run whole sequences through torch.
+Attention sees each of the last 64 inputs by itself. GRU and LSTM run whole sequences
+through torch.
 
 Every memory maps `inputs [env, time, width]`, `episode_start [env, time]` and
 `state [env, layer, state]` to outputs and the next state. Where `episode_start` is set,
@@ -33,6 +34,9 @@ State = Float[Tensor, "env layer state"]
 Outputs = tuple[Rows, State]
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
 LONGEST_CONV_SPAN: Final = 128.0  # the same for ConvMinGRU, whose taps see short spans
+WINDOW: Final = 64  # inputs that attention sees
+HEADS: Final = 8  # of attention, if they divide the width
+SHARPNESS: Final = 4.0  # of attention before learning; see `Attention`
 TAPS: Final = 8  # inputs that a short convolution reads
 SHUT: Final = -1e9  # a sigmoid of this is exactly 0
 MAX_WIDTH: Final = 65_536
@@ -88,6 +92,58 @@ class ConvMinGRU(MinGRU):
             hidden = gated_scan(gates(silu(mixed)), episode_start, before[:, 0])
             inputs = inputs + hidden
             last.append(torch.cat((hidden[:, -1:], kept), dim=1).flatten(1))
+        return inputs, torch.stack(last, dim=1)
+
+
+class Attention(nn.Module):
+    """Attention to the last inputs of the episode; each layer adds to its input.
+
+    The state of a layer is the last inputs, each with a 1 if it is of this episode.
+    How much a head attends to an input also depends on its distance. Queries and keys
+    start larger than usual, because an average over all inputs hides a single one.
+    """
+
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.heads = math.gcd(HEADS, width)
+        self.state_shape = (layers, (WINDOW - 1) * (width + 1))
+        maps = [nn.Linear(width, 3 * width) for _ in range(layers)]
+        with torch.no_grad():
+            for linear in maps:
+                linear.weight[: 2 * width] *= SHARPNESS
+                linear.weight[2 * width :] *= SHARPNESS**0.5
+        self.maps = nn.ModuleList(maps)  # to queries, keys and values
+        self.outputs = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.by_distance = nn.Parameter(0.1 * torch.randn(layers, self.heads, WINDOW))
+
+    def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
+        """Run over `inputs` from `state`."""
+        time, last = inputs.shape[1], []
+        # Select, do not multiply: a stale state may hold anything.
+        state = torch.where(episode_start[:, :1, None], 0.0, state)
+        before = state.unflatten(2, (WINDOW - 1, -1))
+        episode = episode_start.cumsum(1)
+        was_empty = before[:, 0, :, -1] < 0.5
+        episode_of_key = torch.cat((-was_empty.to(episode.dtype), episode), dim=1)
+        steps = torch.arange(time + WINDOW - 1, device=inputs.device)
+        distance = steps[WINDOW - 1 :, None] - steps
+        is_seen = (distance >= 0) & (distance < WINDOW)
+        is_seen = is_seen & (episode_of_key.unsqueeze(1) == episode.unsqueeze(2))
+        hidden = torch.where(is_seen, 0.0, -torch.inf).unsqueeze(1)
+        is_kept = (episode_of_key == episode[:, -1:])[:, time:].unsqueeze(2)
+        for layer, (linear, output) in enumerate(
+            zip(self.maps, self.outputs, strict=True)
+        ):
+            rows = torch.cat((before[:, layer, :, :-1], inputs), dim=1)
+            kept = torch.where(is_kept, rows[:, time:], 0.0)
+            last.append(torch.cat((kept, is_kept.to(rows.dtype)), dim=2).flatten(1))
+            parts = linear(rows).unflatten(2, (3 * self.heads, -1)).transpose(1, 2)
+            query, key, value = parts.chunk(3, dim=1)
+            near = self.by_distance[layer][:, distance.clamp(0, WINDOW - 1)]
+            found = F.scaled_dot_product_attention(
+                query[:, :, WINDOW - 1 :], key, value, near + hidden
+            )
+            inputs = inputs + output(found.transpose(1, 2).flatten(2))
         return inputs, torch.stack(last, dim=1)
 
 
@@ -230,11 +286,12 @@ def _log_spans(width: int, longest: float = LONGEST_SPAN) -> Float[Tensor, " wid
     return torch.linspace(0.0, math.log(longest), width)
 
 
-AnyMemory = MinGRU | ConvMinGRU | GRU | LSTM | NoMemory
-MemoryName = Literal["mingru", "conv-mingru", "gru", "lstm", "none"]
+AnyMemory = MinGRU | ConvMinGRU | Attention | GRU | LSTM | NoMemory
+MemoryName = Literal["mingru", "conv-mingru", "attention", "gru", "lstm", "none"]
 MEMORIES: Final[dict[str, type[AnyMemory]]] = {
     "mingru": MinGRU,
     "conv-mingru": ConvMinGRU,
+    "attention": Attention,
     "gru": GRU,
     "lstm": LSTM,
     "none": NoMemory,
