@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from esper import PPO
-from esper.contracts.errors import InvalidInputError
+from esper.contracts.errors import InvalidInputError, NumericsError
 from esper.contracts.state import save
 from esper.rl.encoders import image_encoder
 from esper.rl.policy import tanh
@@ -267,6 +267,35 @@ def test_an_encoder_that_cannot_be_used_is_refused_in_one_line(encoder, words):
     assert "\n" not in str(caught.value)
 
 
+class Layer(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.layer, self.result = nn.Linear(2, 3), result
+
+    def forward(self, observation):
+        return self.result(self.layer, observation)
+
+
+def test_an_encoder_in_double_precision_learns():
+    encoder = Layer(lambda layer, x: layer(x.double()).float()).double()
+    agent = PPO(Seen, encoder=encoder, num_envs=2, **SMALL)
+    weight = agent.policy.trunks[0].encoder[0].layer.weight
+    before = weight.clone()
+    agent.learn(24)
+    assert weight.dtype == torch.float64
+    assert not torch.equal(weight, before)
+
+
+def test_learning_that_takes_no_step_ends_with_an_error():
+    encoder = Layer(lambda layer, x: layer(x).abs().sqrt())  # its slope at 0 is NaN
+    nn.init.zeros_(encoder.layer.weight)
+    nn.init.zeros_(encoder.layer.bias)
+    agent = PPO(Seen, encoder=encoder, num_envs=2, **SMALL)
+    with pytest.raises(NumericsError, match="3 rounds in a row had no finite"):
+        agent.learn(24 * 10)
+    assert agent.rounds == 3
+
+
 def test_an_encoder_that_is_one_layer_starts_with_its_own_weights():
     given = nn.Linear(2, 3)
     with torch.no_grad():
@@ -279,13 +308,14 @@ def test_an_encoder_that_is_one_layer_starts_with_its_own_weights():
 
 @pytest.mark.learns  # without shape checks, which tracing cannot pass
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
-def test_an_agent_with_an_encoder_is_exported(tmp_path):
+@pytest.mark.parametrize("memory", ["mingru", "attention"])
+def test_an_agent_with_an_encoder_is_exported(tmp_path, memory):
     runtime = pytest.importorskip("onnxruntime")
 
     def make():
         return Chance("observation")
 
-    agent = PPO(make, encoder=Rows, memory="mingru", num_envs=2, **SMALL)
+    agent = PPO(make, encoder=Rows, memory=memory, num_envs=2, **SMALL)
     learnt(agent, 48)
     agent.export(tmp_path / "agent.onnx")
     session = runtime.InferenceSession(tmp_path / "agent.onnx")

@@ -1534,13 +1534,15 @@ def test_a_file_does_not_decide_how_much_memory_is_taken(tmp_path, changes, word
     assert len(str(refused.value)) <= 200
 
 
-def test_a_file_with_a_setting_that_is_gone_is_loaded_if_it_had_no_effect(tmp_path):
-    agent = PPO("CartPole-v1", num_envs=2, **SMALL)
-    file = forged(agent, tmp_path / "a.safetensors", settings__advantage_floor=0.0)
-    assert PPO.load(file).settings == agent.settings
-    forged(agent, file, settings__advantage_floor=0.1)
-    with pytest.raises(InvalidInputError, match="advantage_floor"):
-        PPO.load(file)
+def test_an_agent_of_before_a_setting_has_what_was_then(tmp_path):
+    agent = PPO("CartPole-v1", num_envs=2, memory="mingru", **SMALL)
+    file = tmp_path / "agent.safetensors"
+    agent.save(file)
+    tensors, manifest = read_safetensors(file)
+    facts = deepcopy(manifest.facts)
+    assert facts["settings"].pop("exploration_coef") > 0
+    file.write_bytes(pack(tensors, replace(manifest, facts=facts)))
+    assert PPO.load(file).settings.exploration_coef == 0.0
 
 
 def test_a_rollout_takes_no_memory_without_environments(tmp_path):

@@ -13,9 +13,15 @@ from esper import PPO
 from esper.cli import main
 from esper.cli.train import report_interruption
 from esper.contracts.errors import InvalidInputError, NumericsError, WorkersError
-from esper.rl.training import AGENT, PPORunConfig, begin_ppo, resume_ppo
+from esper.rl.training import (
+    AGENT,
+    PPORunConfig,
+    begin_ppo,
+    ppo_settings_of,
+    resume_ppo,
+)
 from esper.runs.run import Run
-from esper.runs.settings import construct
+from esper.runs.settings import as_toml, construct, table_of
 from esper.runs.train_config import CheckpointConfig
 from esper.training.loop import Callback, OnRoundEnd
 from tests.rl.environments import Probe
@@ -44,6 +50,31 @@ def fragile(tmp_path):
     gymnasium.register(FRAGILE, Fragile)
     yield tmp_path / "fragile"
     del gymnasium.registry[FRAGILE]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"memory": "conv-mingru"},
+        {"num_envs": 4},
+        {"memory": "lstm", "num_envs": 256},
+        {"memory": "gru", "minibatches": 2, "exploration_coef": 0.0},
+    ],
+)
+def test_defaults_that_depend_on_settings_are_those_of_python(given):
+    """On the command line, in a file and in Python."""
+    config, expected = construct(PPORunConfig, given), PPORunConfig(**given)
+    assert config == expected
+    assert construct(PPORunConfig, table_of(as_toml(config), PPORunConfig)) == config
+
+
+def test_a_run_of_before_a_setting_has_what_was_then(tmp_path):
+    config = replace(small_ppo(tmp_path, "old", 1), memory="mingru")
+    run = begin_ppo(config).path
+    text = (run / "config.toml").read_text()
+    line = f"exploration_coef = {config.exploration_coef}\n"
+    (run / "config.toml").write_text(text.replace(line, ""))
+    assert ppo_settings_of(Run.read(run)).exploration_coef == 0.0
 
 
 def test_a_run_that_a_signal_ends_goes_on_to_the_same_bits(tmp_path):

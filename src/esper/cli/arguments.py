@@ -220,7 +220,8 @@ def add_settings(
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         text = setting.description.removesuffix(".")
-        default = toml_value(values[name]).strip('"')
+        if not setting.is_derived:  # then the text says what it depends on
+            text += f" (default: {toml_value(values[name])})".replace('"', "")
         more: dict[str, Any] = {}
         if setting.type == "boolean":
             more = {"nargs": "?", "const": "true"}
@@ -231,7 +232,7 @@ def add_settings(
             dest=name,
             default=argparse.SUPPRESS,
             metavar=METAVARS.get(setting.type, "VALUE"),
-            help=f"{text} (default: {default})".replace("%", "%%"),
+            help=text.replace("%", "%%"),
             **more,
         )
 

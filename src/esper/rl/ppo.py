@@ -38,6 +38,7 @@ from esper.contracts.errors import (
     InvalidInputError,
     InvalidStateError,
     NotFiniteError,
+    NumericsError,
 )
 from esper.contracts.messages import one_line, quoted
 from esper.contracts.state import Stateful, Tensors, check_fit, leaves, load, save
@@ -59,6 +60,7 @@ from esper.rl.policy import SpacePolicy
 from esper.rl.settings import (
     LOST,
     SCHEDULES,
+    SETTINGS_BEFORE,
     Changes,
     PPOSettings,
     Schedule,
@@ -81,6 +83,7 @@ from esper.simic.agent.ppo import PPOAgent
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.rollout import RolloutState, collect, play, start
 from esper.training.loop import (
+    BROKEN,
     EVALUATION,
     WINDOW,
     Callback,
@@ -121,7 +124,7 @@ class PPO(Stateful):
 
     Args:
         env: The id of an environment, a function that makes one, an Env or a VectorEnv.
-        memory: Memory type: "conv-mingru", "mingru", "gru", "lstm" or
+        memory: Memory type: "conv-mingru", "mingru", "attention", "gru", "lstm" or
             "none".
         num_envs: How many environments to make. None: those that `env` has, else 32
             without memory and 16 with memory.
@@ -407,6 +410,11 @@ class PPO(Stateful):
                 loop.run()
             finally:
                 self.progress = loop.last_progress
+            if loop.diverged:
+                raise NumericsError(
+                    f"{BROKEN}: gradients are NaN or infinite. Lower learning_rate, or "
+                    "look for them in the encoder and the observations."
+                )
             loop.call("on_train_end", loop)
         finally:
             loop.close()
@@ -815,11 +823,9 @@ def _fit_agent(tensors: Tensors, manifest: Manifest, encoder: Encoder | None) ->
 def _described(manifest: Manifest) -> tuple[SpaceSpec, PPOSettings]:
     """Spaces and settings of a saved agent; refuses what `PPO.save` did not write."""
     try:
-        data = dict(manifest.facts["settings"])
+        data = {**SETTINGS_BEFORE, **manifest.facts["settings"]}
         if data["target_kl"] == "inf":
             data["target_kl"] = math.inf
-        if data.get("advantage_floor") == 0.0:  # a setting that is gone
-            del data["advantage_floor"]
         text = json.dumps(data)
         settings = _SETTINGS.validate_json(text, strict=True, extra="forbid")
         with np.errstate(over="raise", invalid="raise"):  # bounds of another dtype

@@ -8,6 +8,7 @@ from dataclasses import field, replace
 from functools import wraps
 from inspect import signature
 from math import cos, inf, pi
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -57,6 +58,10 @@ ScheduleSetting = Annotated[
 ]
 
 
+SETTINGS_BEFORE: Final = MappingProxyType({"exploration_coef": 0.0})
+"""Values of settings that older files do not have."""
+
+
 @settings
 class PPOSettings(PPOConfig):
     """Everything that was chosen about an agent, apart from its environment."""
@@ -68,7 +73,7 @@ class PPOSettings(PPOConfig):
     """Coefficient of -KL(uniform || policy) of choices; 0 without memory, 0.006 with
     memory. It falls with the square of the schedule."""
     memory: MemoryName = "none"
-    """Memory type: conv-mingru, mingru, gru, lstm or none."""
+    """Memory type: conv-mingru, mingru, attention, gru, lstm or none."""
     num_envs: Count = cast("int", None)
     """Number of parallel environments; 32 without memory, 16 with memory."""
     rollout_steps: Count = cast("int", None)

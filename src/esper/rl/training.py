@@ -20,7 +20,7 @@ from esper.contracts.errors import EsperError, InvalidInputError, RunLockedError
 from esper.contracts.messages import one_line, quoted, refusal, short
 from esper.contracts.state import leaves
 from esper.rl.ppo import PPO
-from esper.rl.settings import PPORunConfig, PPOSettings
+from esper.rl.settings import SETTINGS_BEFORE, PPORunConfig, PPOSettings
 from esper.runs.records import TEST
 from esper.runs.run import STORE, Run, versions_now
 from esper.runs.settings import as_toml, construct, table_of
@@ -186,7 +186,8 @@ def ppo_settings_of(run: Run) -> PPORunConfig:
         raise InvalidInputError(
             f"run {run.name} was not started by esper ppo. See esper runs."
         )
-    return construct(PPORunConfig, table_of(run.config_toml, PPORunConfig))
+    table = table_of(run.config_toml, PPORunConfig)
+    return construct(PPORunConfig, {**SETTINGS_BEFORE, **table})
 
 
 def _attempt(

@@ -88,6 +88,8 @@ class Setting:
     type: str
     """JSON schema type: integer, number, string, boolean, array or object."""
     nullable: bool
+    is_derived: bool
+    """Whether its default depends on other settings."""
     description: str
 
 
@@ -120,7 +122,9 @@ def _known(cls: type) -> dict[str, Setting]:
             text = " ".join(entry.get("description", "").split())
             if not text and name in inherited:
                 text = inherited[name].description
-            found[where + name] = Setting(kinds[0], "null" in kinds, text)
+            nullable = "null" in kinds
+            is_derived = not nullable and entry.get("default", "") is None
+            found[where + name] = Setting(kinds[0], nullable, is_derived, text)
         return found
 
     return walk(schema["$defs"][cls.__name__], "")
@@ -207,14 +211,15 @@ def construct(
     values: Mapping[str, Any],
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """The validated tree; absent settings have the defaults of `cls()`.
+    """The validated tree; absent settings have their defaults.
 
     `values` are by dotted name, as `table_of` returns them. `origins`, such as names of
     files, start the error messages about each.
     """
     known = known_settings(cls)
-    tree: dict[str, Any] = {}
-    for dotted, value in (as_flat(cls()) | {**values}).items():
+    flat, tree = as_flat(cls()), dict[str, Any]()
+    defaults = {name: flat[name] for name in known if not known[name].is_derived}
+    for dotted, value in (defaults | {**values}).items():
         *path, name = dotted.split(".")
         node = tree
         for part in path:

@@ -44,7 +44,7 @@ class ClippingAdam(torch.optim.Adam):
             self._use(has_grad)
         norms = torch._foreach_norm([parameter.grad for parameter in self._used])
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
+        return norm.float()  # parameters may be float64
 
     def _use(self, has_grad: list[bool]) -> None:
         """Collect the parameters that have a gradient, and their state."""

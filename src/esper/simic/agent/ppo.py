@@ -256,6 +256,7 @@ class PPOAgent(Stateful):
             guard.start_epoch()
             for part in targets.minibatches(config.minibatches, self.generator):
                 rows.append(self.step(part, guard))
+            del part  # it keeps a copy of the rollout
             if guard.known_stopped():
                 break
         # If no step was taken, restore the old value normalisation bit for bit.

@@ -83,7 +83,7 @@ class PolicyConfig:
     offer_width: Width = 32
     """Width of the encoder of (slot, blueprint) pairs."""
     memory: MemoryName = "mingru"
-    """Memory type: mingru, gru, lstm or none."""
+    """Memory type: mingru, conv-mingru, attention, gru, lstm or none."""
     layers: Annotated[int, Field(le=16)] = 1
     """Number of memory layers."""
     causal: bool = True
