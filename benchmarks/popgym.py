@@ -1,6 +1,6 @@
 """What does `esper.PPO` remember in POPGym, beside RecurrentPPO, and at what cost?
 
-Five tasks of POPGym (Morad et al. 2023, https://arxiv.org/abs/2303.01859), 400,000
+Six tasks of POPGym (Morad et al. 2023, https://arxiv.org/abs/2303.01859), 400,000
 steps each, 16 environments x 128 steps, 4 epochs, layers of 64, one set of settings for
 all tasks. RecurrentPPO is shown at the better of two batch sizes, chosen by its
 mean return. A return is that of the last twentieth of the training, actions sampled.
@@ -45,8 +45,10 @@ TASKS: Final = {
     "CountRecallEasy": "count_recall",
     "PositionOnlyCartPoleEasy": "position_only_cartpole",
     "VelocityOnlyCartPoleEasy": "velocity_only_cartpole",
+    "RepeatPreviousMedium": "repeat_previous",
 }
-SIDES: Final = (OURS, *(f"RecurrentPPO, batch {size}" for size in BATCHES))
+ATTENTION: Final = f"{OURS}, attention"
+SIDES: Final = (OURS, ATTENTION, *(f"RecurrentPPO, batch {size}" for size in BATCHES))
 
 
 def run(
@@ -91,8 +93,9 @@ def train(task: str, side: str, seed: int, steps: int) -> Training:
         return Counted(make(task), counter)
 
     began = process_time()
-    if side == OURS:
-        PPO(counted, memory=MEMORY, seed=seed).learn(steps)
+    if side in (OURS, ATTENTION):
+        memory = MEMORY if side == OURS else "attention"
+        PPO(counted, memory=memory, seed=seed).learn(steps)
     else:
         _recurrent(counted, seed, int(side.split()[-1])).learn(steps)
     took = round(process_time() - began, 2)
@@ -136,7 +139,7 @@ def environment_seconds(task: str, steps: int = 20_000) -> float:
 def report(trainings: Sequence[Training]) -> Report:
     """Final returns and CPU-seconds, RecurrentPPO at its better batch size."""
     found = Report(
-        f"POPGym, {TOTAL:,} steps, memory {MEMORY}",
+        f"POPGym, {TOTAL:,} steps, memory {MEMORY} where no other is named",
         ("task", "side", "seeds", "return", "from", "to", "CPU-s", "ratio", "without"),
         notes=[
             "return: mean, lowest and highest over random seeds; ratio: CPU-seconds of "
@@ -152,13 +155,15 @@ def report(trainings: Sequence[Training]) -> Report:
                 seconds = float(np.mean([t.cpu_seconds for t in here]))
                 figures = [np.mean(finals), min(finals), max(finals), seconds]
                 groups[side] = (seconds, [len(here), *map(float, figures)])
-        peers = [name for name in groups if name != OURS]
+        peers = [name for name in groups if name not in (OURS, ATTENTION)]
         best = max(peers, key=lambda name: groups[name][1][1], default=None)
-        for side in filter(None, (OURS if OURS in groups else None, best)):
+        alone = environment_seconds(task) if best else 0.0
+        for side in (OURS, ATTENTION, best):
+            if side not in groups:
+                continue
             ratios: list[float | None] = [None, None]
-            if side == best and OURS in groups:
-                alone = environment_seconds(task)
-                ours, theirs = groups[OURS][0], groups[side][0]
+            if best and side != best:
+                ours, theirs = groups[side][0], groups[best][0]
                 ratios = [theirs / ours, (theirs - alone) / (ours - alone)]
             found.add(task, side, *groups[side][1], *ratios)
     return found
