@@ -1507,7 +1507,7 @@ HUGE_BOX = {"kind": "Box", "low": "0", "high": "1", "shape": [10**9], "dtype": "
         ({"settings__memory": "os.system"}, "memory: Input should be"),
         ({"settings__girth": 1}, "girth"),
         ({"settings__num_envs": "16"}, "num_envs"),
-        ({"settings": []}, "KeyError"),
+        ({"settings": []}, "TypeError"),
         ({"action_space__n": 10**10}, "a space has"),
         ({"action_space__n": 1 << 19}, "does not fit"),
         ({"action_space__n": -1}, "a space has the size"),
