@@ -787,7 +787,8 @@ def _require_memory(spec: SpaceSpec, settings: PPOSettings) -> None:
     leaves = spec.observation.values()
     seen = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     choices = len(spec.sizes) * spec.width
-    rollout = settings.num_envs * settings.rollout_steps * (seen + choices)
+    # The buffer, the batch of an update and its minibatches.
+    rollout = 3 * settings.num_envs * settings.rollout_steps * (seen + choices)
     columns = sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
     # Weights, gradients and two moments, in float32.
     layers = 16 * settings.width * (columns + choices)
