@@ -183,6 +183,7 @@ def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
     """What is compared on each task, not made yet."""
     memories = {OURS: "mingru", "esper ConvMinGRU": "conv-mingru"}
     memories |= {"esper GRU": "gru", "esper LSTM": "lstm"}
+    memories["esper attention"] = "attention"
     memories["esper no memory"] = "none"
     return {
         "CartPole": {

@@ -43,7 +43,7 @@ MAX_CSV: Final = 1 << 30
 """Maximum number of bytes of a table that rows are added to."""
 BATCH: Final = 100
 """Parameters that MLflow accepts at once."""
-SECONDS_BETWEEN: Final = 5.0
+SECONDS_BETWEEN: Final = 10.0
 """Time between two calls of MLflow, each of which takes many milliseconds."""
 
 
