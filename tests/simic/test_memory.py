@@ -28,7 +28,7 @@ ALL = [*KINDS, ("none", 1)]
 WIDTH, ENVS, TIME = 6, 4, 11
 TWINS = {"gru": cells, "lstm": cells, "conv-mingru": conv_mingru}
 TWINS |= {"attention": attention}
-WINDOW = 5  # of attention; less than a row
+WINDOW, BLOCK = 5, 4  # of attention; less than a row
 WEIGHTS = (
     torch.linspace(-1.0, 1.0, ENVS * TIME * WIDTH).view(ENVS, TIME, WIDTH).double()
 )
@@ -37,6 +37,7 @@ WEIGHTS = (
 @pytest.fixture(autouse=True)
 def _short_window(monkeypatch):
     monkeypatch.setattr(memory_module, "WINDOW", WINDOW)
+    monkeypatch.setattr(memory_module, "BLOCK", BLOCK)
 
 
 def setting(name, layers, *, resets=0.3, rng_seed=0):

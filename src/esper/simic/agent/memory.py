@@ -35,6 +35,7 @@ Outputs = tuple[Rows, State]
 LONGEST_SPAN: Final = 32.0  # about the steps of one episode
 LONGEST_CONV_SPAN: Final = 128.0  # the same for ConvMinGRU, whose taps see short spans
 WINDOW: Final = 64  # inputs that attention sees
+BLOCK: Final = 32  # queries that are scored together
 HEADS: Final = 8  # of attention, if they divide the width
 SHARPNESS: Final = 4.0  # of attention before learning; see `Attention`
 TAPS: Final = 8  # inputs that a short convolution reads
@@ -118,33 +119,61 @@ class Attention(nn.Module):
 
     def forward(self, inputs: Rows, episode_start: Starts, state: State) -> Outputs:
         """Run over `inputs` from `state`."""
-        time, last = inputs.shape[1], []
+        time, width = inputs.shape[1:]
         # Select, do not multiply: a stale state may hold anything.
         state = torch.where(episode_start[:, :1, None], 0.0, state)
         before = state.unflatten(2, (WINDOW - 1, -1))
-        episode = episode_start.cumsum(1)
+        # Queries are in blocks, so that few keys are scored in vain.
+        block = min(BLOCK, time)
+        missing = -time % block
         was_empty = before[:, 0, :, -1] < 0.5
-        episode_of_key = torch.cat((-was_empty.to(episode.dtype), episode), dim=1)
-        steps = torch.arange(time + WINDOW - 1, device=inputs.device)
-        distance = steps[WINDOW - 1 :, None] - steps
-        is_seen = (distance >= 0) & (distance < WINDOW)
-        is_seen = is_seen & (episode_of_key.unsqueeze(1) == episode.unsqueeze(2))
-        hidden = torch.where(is_seen, 0.0, -torch.inf).unsqueeze(1)
-        is_kept = (episode_of_key == episode[:, -1:])[:, time:].unsqueeze(2)
-        for layer, (linear, output) in enumerate(
+        episode = F.pad(episode_start.cumsum(1), (0, missing), value=-2)
+        episode = torch.cat((-was_empty.to(episode.dtype), episode), dim=1)
+        distance, is_seen = _seen(episode, block)
+        end = slice(time, time + WINDOW - 1)
+        is_kept = (episode[:, end] == episode[:, end.stop - 1, None]).unsqueeze(2)
+        last = []
+        for layer, (maps, output) in enumerate(
             zip(self.maps, self.outputs, strict=True)
         ):
             rows = torch.cat((before[:, layer, :, :-1], inputs), dim=1)
-            kept = torch.where(is_kept, rows[:, time:], 0.0)
+            kept = torch.where(is_kept, rows[:, end], 0.0)
             last.append(torch.cat((kept, is_kept.to(rows.dtype)), dim=2).flatten(1))
-            parts = linear(rows).unflatten(2, (3 * self.heads, -1)).transpose(1, 2)
-            query, key, value = parts.chunk(3, dim=1)
-            near = self.by_distance[layer][:, distance.clamp(0, WINDOW - 1)]
-            found = F.scaled_dot_product_attention(
-                query[:, :, WINDOW - 1 :], key, value, near + hidden
-            )
-            inputs = inputs + output(found.transpose(1, 2).flatten(2))
+            rows = F.pad(rows, (0, 0, 0, missing))
+            query, keys = self._heads(maps, rows, block)
+            key, value = keys.chunk(2, dim=2)  # [env, block, head, number, key]
+            scores = query @ key + self.by_distance[layer][:, distance]
+            weights = torch.where(is_seen, scores, -torch.inf).softmax(-1)
+            found = (weights @ value.transpose(3, 4)).transpose(2, 3)
+            found = found.reshape(len(rows), -1, width)[:, :time]
+            inputs = inputs + output(found)
         return inputs, torch.stack(last, dim=1)
+
+    def _heads(self, maps: nn.Module, rows: Rows, block: int) -> tuple[Tensor, Tensor]:
+        """Queries of each block, and the keys and values that they can see."""
+        assert isinstance(maps, nn.Linear)
+        width, weight, bias = rows.shape[2], maps.weight, maps.bias
+        size = width // self.heads
+        query = F.linear(rows[:, WINDOW - 1 :], weight[:width], bias[:width])
+        query = query.view(len(rows), -1, block, self.heads, size).transpose(2, 3)
+        keys = F.linear(rows, weight[width:], bias[width:])
+        keys = keys.unfold(1, WINDOW - 1 + block, block)
+        return query * size**-0.5, keys.unflatten(2, (2 * self.heads, size))
+
+
+def _seen(episode: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Distances `[query, key]` in a block, and what is seen `[env, block, 1, ...]`.
+
+    `episode` numbers that of each key; the first ones are before all queries.
+    """
+    keys = WINDOW - 1 + block
+    steps = torch.arange(keys, device=episode.device)
+    distance = steps[WINDOW - 1 :, None] - steps
+    is_near = (distance >= 0) & (distance < WINDOW)
+    of_query = episode[:, WINDOW - 1 :].unflatten(1, (-1, block)).unsqueeze(3)
+    of_key = episode.unfold(1, keys, block).unsqueeze(2)
+    is_seen = (of_query == of_key) & is_near
+    return distance.clamp(0, WINDOW - 1), is_seen.unsqueeze(2)
 
 
 class Cells(nn.Module):
