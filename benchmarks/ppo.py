@@ -1,9 +1,10 @@
 """How many steps per CPU-second does `esper.PPO` make beside its peers?
 
 One rollout and one update of 64 environments x 128 steps, 4 epochs, 4 minibatches,
-layers of 64 numbers, one thread, one process for each side, turn by turn; CPU-seconds,
-best turn.
-No update is stopped early: all sides take the same number of optimiser steps.
+layers of 64 numbers, one thread; CPU-seconds. Each side has a process of its own. They
+take turns, and the best turn counts. No update is stopped early: all sides take the
+same number of optimiser steps.
+
 Peers: sb3-contrib's RecurrentPPO (one LSTM that value and policy share) and
 MaskablePPO (no memory), and a plain script with an LSTM in the manner of CleanRL.
 Tasks: CartPole; CartPole that has a mask; and eight choices of four with masks, of
@@ -33,9 +34,8 @@ from benchmarks.timing import Report
 from esper.rl.ppo import PPO
 from esper.rl.vector import Source
 
-PARTS = 4
+MINIBATCHES = 4
 SIZES = ("num_envs", "rollout_steps", "minibatches")
-PARTS_OF_TIME = ("environment", "acting", "update", "rest")
 TURNS = 9
 OURS = "esper MinGRU"
 Side = Callable[[], object]
@@ -127,7 +127,7 @@ def shares() -> Report:
         notes=["the parts are CPU milliseconds of 2,048 steps; best turn"],
     )
     every: tuple[dict[str, int], ...] = ({}, {"num_envs": 64})
-    every += ({"num_envs": 64, "rollout_steps": 128, "minibatches": PARTS},)
+    every += ({"num_envs": 64, "rollout_steps": 128, "minibatches": MINIBATCHES},)
     agents = [
         PPO(cartpole, memory=memory, target_kl=math.inf, **sizes)
         for memory in ("none", "conv-mingru")
@@ -190,7 +190,7 @@ def tasks() -> dict[str, dict[str, Callable[[], Side]]]:
             **{name: partial(_ours, cartpole, kind) for name, kind in memories.items()},
             f"{OURS}, native": partial(_ours, "CartPole-v1", "mingru", "native"),
             "RecurrentPPO": partial(_recurrent, cartpole),
-            "plain LSTM": lambda: PlainLSTM(cartpole, *size(), PARTS).round,
+            "plain LSTM": lambda: PlainLSTM(cartpole, *size(), MINIBATCHES).round,
         },
         "CartPole, masked": {
             OURS: partial(_ours, MaskedCartPole, "mingru"),
@@ -244,7 +244,7 @@ def _ours(make: Source, memory: str, kind: str = "sync") -> Side:
         num_envs=envs,
         rollout_steps=steps,
         vectorization=kind,
-        minibatches=PARTS,
+        minibatches=MINIBATCHES,
         learning_rate=3e-4,
         target_kl=math.inf,
     )
@@ -255,7 +255,7 @@ def _peer_settings() -> dict[str, Any]:
     envs, steps = size()
     return {
         "n_steps": steps,
-        "batch_size": envs * steps // PARTS,
+        "batch_size": envs * steps // MINIBATCHES,
         "n_epochs": 4,
         "device": "cpu",
         "seed": 0,

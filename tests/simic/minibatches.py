@@ -6,6 +6,7 @@ import torch
 from torch import Generator
 
 from esper.contracts.actions import NUM_HEADS
+from esper.contracts.devices import map_tensors
 from esper.simic.agent.distribution import (
     Evaluation,
     chosen,
@@ -84,7 +85,7 @@ class Case:
 
     def twice(self):
         """Have every environment twice, one batch after the other."""
-        self.batch = self.batch.select(torch.arange(self.batch.num_envs).repeat(2))
+        self.batch = map_tensors(lambda x: torch.cat((x, x)), self.batch)
         for name in ("logits", "values", "targets", "old_values"):
             setattr(self, name, torch.cat((getattr(self, name),) * 2))
 

@@ -291,7 +291,7 @@ def test_a_rollout_says_how_many_environments_share_their_random_streams():
     buffer.add(**a_step(terminated=flags(2, 0, 1)))
     batch = take(buffer)
     assert batch.group_size == 2
-    assert batch.select(torch.tensor([1])).group_size == 1
+    assert next(batch.minibatches(2, torch.Generator())).group_size == 1
     buffer.reset()
     with pytest.raises(InvalidInputError, match="group_size is 3 but the buffer has 2"):
         buffer.begin(group_size=3)

@@ -76,8 +76,8 @@ def keep_freed_memory() -> None:
     """Make malloc keep up to 62 MB of freed memory for the next tensors.
 
     glibc returns the end of its heap to the system once it is larger than twice the
-    largest block that was freed. A backward pass frees more than that, and then a
-    quarter of an update is page faults. So one large block is freed here, unused.
+    largest block that was freed. A backward pass frees more than that, and every update
+    would ask for the same pages again. So one large block is freed here, unused.
     """
     torch.empty(LARGE_BLOCK, dtype=torch.uint8)
 

@@ -73,7 +73,7 @@ from esper.rl.spaces import SpaceSpec, flags, parts_of
 from esper.rl.vector import MaskSource, Source, Vector, Vectorization, View
 from esper.runs.progress import Progress
 from esper.runs.records import RoundRecord
-from esper.runs.settings import as_flat
+from esper.runs.settings import as_flat, known_settings
 from esper.runs.sinks import Loggers
 from esper.runs.streams import stream, stream_seed
 from esper.simic.agent.losses import ClipMode
@@ -230,8 +230,8 @@ class PPO(Stateful):
             values["seed"] = secrets.randbelow(2**32)
         if num_envs is None:
             values["num_envs"] = _envs_of(env)
-        for name in ("num_envs", "rollout_steps", "minibatches", "exploration_coef"):
-            if values[name] is None:
+        for name, setting in known_settings(PPOSettings).items():
+            if setting.is_derived and values[name] is None:
                 del values[name]
         settings = PPOSettings(**plain(numbers(values)))
         settings.require_schedules()
@@ -367,9 +367,9 @@ class PPO(Stateful):
 
         Args:
             total_steps: Number of steps; rounded up to whole rollouts.
-            reset_num_timesteps: Start learning rate, bonuses, `env_steps`
-                and the curve of `plot` again as in a new agent. Weights and statistics
-                are kept.
+            reset_num_timesteps: Start learning rate, bonuses, `env_steps` and the
+                curve of `plot` again as in a new agent. Weights and statistics are
+                kept.
             progress: Show a progress bar.
             callback: A function of the record of every update, which ends learning by
                 returning False; a `Callback` as in `esper.rl.callbacks`; or a list.

@@ -18,12 +18,12 @@ SMALLEST_NORM: Final = 1e-6  # as in clip_grad_norm_
 class ClippingAdam(torch.optim.Adam):
     """Fused Adam that clips gradients and can skip a step without a device read.
 
-    A parameter without a gradient keeps its value and its state.
+    Its state is loaded in place, not by `load_state_dict`. A parameter without a
+    gradient keeps its value and its state.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, lr=lr, eps=EPSILON, fused=True)
-        self._parameters = [*parameters]
         # One vector holds all step counts, so that one operation adds to them.
         self._counts = torch.zeros(len(parameters), device=parameters[0].device)
         for parameter, step in zip(parameters, self._counts.unbind(), strict=True):
@@ -39,7 +39,7 @@ class ClippingAdam(torch.optim.Adam):
 
     def gradient_norm(self) -> Float[Tensor, ""]:
         """Return the norm of all gradients."""
-        has_grad = [parameter.grad is not None for parameter in self._parameters]
+        has_grad = [p.grad is not None for p in self.param_groups[0]["params"]]
         if has_grad != self._has_grad:  # others were frozen before
             self._use(has_grad)
         norms = torch._foreach_norm([parameter.grad for parameter in self._used])
@@ -48,7 +48,7 @@ class ClippingAdam(torch.optim.Adam):
 
     def _use(self, has_grad: list[bool]) -> None:
         """Collect the parameters that have a gradient, and their state."""
-        pairs = zip(self._parameters, has_grad, strict=True)
+        pairs = zip(self.param_groups[0]["params"], has_grad, strict=True)
         self._has_grad, self._used = has_grad, [p for p, used in pairs if used]
         self._states = [
             [self.state[parameter][name] for parameter in self._used]

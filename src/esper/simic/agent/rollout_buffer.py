@@ -94,12 +94,6 @@ class SequenceBatch:
         """Number of rows."""
         return self.valid_mask.shape[0]
 
-    def select(self, index: Int64[Tensor, " chosen"]) -> "SequenceBatch":
-        """Copy the rows of some environments; groups are not kept together."""
-        index = index.to(self.valid_mask.device)
-        chosen = map_tensors(lambda tensor: tensor.index_select(0, index), self)
-        return replace(chosen, group_size=1)
-
     def single_steps(self) -> "SequenceBatch":
         """Make every step a row of its own, for policies without memory."""
         rows = {
@@ -117,7 +111,8 @@ class SequenceBatch:
     ) -> Iterator["SequenceBatch"]:
         """Split the rows at random into at most `count` parts of nearly equal size.
 
-        The order is drawn from `generator`, on the CPU, before this returns.
+        The order is drawn from `generator`, on the CPU, before this returns. Groups are
+        not kept together.
         """
         return shuffled(replace(self, group_size=1), self.valid_mask, count, generator)
 
@@ -747,7 +742,10 @@ def _first_problem(
     numeric: Array,
     at: Array,
 ) -> tuple[int, int, int]:
-    """Return the first problem or 0, its environment, and its head; -1 of no head."""
+    """Return the first problem, its environment and its head, or zeros.
+
+    The head is -1 if the problem is one of the whole step.
+    """
     for env in range(masks.shape[1]):
         now = at[env]
         if now == masks.shape[0] - 1:
