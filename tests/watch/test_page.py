@@ -1,7 +1,10 @@
 """The page in a real Chromium, while real trainings run."""
 
+import os
+import signal
 import sqlite3
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -75,6 +78,17 @@ def query(path, sql):
         return db.execute(sql).fetchone()
 
 
+def pause(training, path):
+    """Stop a process, as Ctrl-Z does, when its store has two rounds."""
+    newest = (0,)
+    while newest[0] < 2:
+        assert training.is_alive()
+        time.sleep(0.02)
+        with suppress(sqlite3.OperationalError):  # there is no store yet
+            newest = query(path, f"SELECT round {NEWEST}") or newest
+    os.kill(training.pid, signal.SIGSTOP)
+
+
 def task_of(path):
     return query(path, "SELECT task FROM live_steps")[0]
 
@@ -116,6 +130,7 @@ def test_a_page_follows_three_trainings_from_the_first_second_to_the_last(
         into = f"--runs={root}"
         rounds = ("--budget.rounds=32", into, "--name=fern")
         training = start(run_command, "train", *SMALL, *rounds)
+        pause(training, path)  # else it may end before the page is asked
         page.wait_for_selector("tbody th:has-text('fern')")
         page.click("tbody th a:has-text('fern')")
         page.wait_for_selector("main[data-view=learning]")
